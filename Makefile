@@ -1,0 +1,45 @@
+# Two commands matter: `make demo` and `make test`. Both set up what they need and are fast the second time.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMPS := .stamps
+
+.PHONY: demo test lint types check-tests install clean help
+
+help:
+	@echo "make demo   create $(VENV), install, ask the demo model about a few pictures"
+	@echo "make test   install what tests need; run lint, types and all tests"
+	@echo "make lint | types | check-tests   one part of make test"
+	@echo "make clean  remove $(VENV) and everything built"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp a set of requirements: pip runs again only if pyproject.toml changed.
+$(STAMPS)/user: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@mkdir -p $(STAMPS) && touch $@ $(STAMPS)/user
+
+install: $(STAMPS)/dev
+
+demo: $(STAMPS)/user
+	$(BIN)/mmserve demo
+
+lint: $(STAMPS)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMPS)/dev
+	$(BIN)/mypy
+
+check-tests: $(STAMPS)/dev
+	$(BIN)/python -m pytest
+
+test: lint types check-tests
+
+clean:
+	rm -rf $(VENV) $(STAMPS) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""What is kept between steps and requests: cache blocks, the prefixes they hold, and encoded images."""

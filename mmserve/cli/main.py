@@ -1,0 +1,39 @@
+"""The command group. Commands import what they run inside their own body, so that `--help` stays light."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from mmserve import __version__
+from mmserve.cli.fixtures import fixtures
+from mmserve.cli.generate import demo, describe, generate
+from mmserve.errors import MMServeError
+
+__all__ = ["main"]
+
+
+class _Group(click.Group):
+    """Turns an error of our own tree into one line and exit status 1; Ctrl-C into 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MMServeError as error:
+            click.echo(f"mmserve: {error}", err=True)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            click.echo("mmserve: interrupted", err=True)
+            sys.exit(130)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mmserve")
+def main() -> None:
+    """Image+text inference with any transformers vision-language model."""
+
+
+for command in (demo, generate, describe, fixtures):
+    main.add_command(command)

@@ -1,0 +1,71 @@
+"""The engine's options: resolved once, never changed afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from mmserve.errors import ConfigError
+from mmserve.schema import Schema
+
+__all__ = ["EngineConfig"]
+
+GiB = 1024**3
+
+
+class EngineConfig(Schema):
+    """Options of the engine. Every one has a default that suits one user on one machine."""
+
+    error_type: ClassVar[type[ConfigError]] = ConfigError
+
+    block_size: int = Field(default=64, ge=1, le=1024, description="Tokens in a cache block.")
+    num_blocks: int | None = Field(
+        default=None, ge=2, description="Cache blocks. None: as many as kv_cache_memory holds."
+    )
+    kv_cache_memory: int = Field(default=GiB, ge=1024, description="Bytes for keys and values, if num_blocks is None.")
+    max_num_seqs: int = Field(default=32, ge=1, le=4096, description="Most sequences in one step.")
+    max_num_batched_tokens: int = Field(
+        default=2048, ge=1, description="Most tokens in one step; longer prompts run in chunks."
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens of prompt and answer together. None: the model's own limit, or the cache's.",
+    )
+    max_images_per_step: int = Field(default=8, ge=1, description="Most images encoded in one step.")
+    enable_prefix_caching: bool = Field(
+        default=True, description="Reuse keys and values of a prompt's known beginning."
+    )
+    encoder_cache_memory: int = Field(
+        default=GiB // 4, ge=0, description="Bytes of image rows kept for a later request."
+    )
+    max_queue: int = Field(
+        default=1024, ge=1, description="Most requests waiting; one more is refused with Overloaded."
+    )
+    preprocess_threads: int = Field(default=2, ge=1, le=64, description="Threads that read and process images.")
+    attention_backend: str = Field(default="auto", description="'auto', or the name of one backend to force.")
+    max_image_pixels: int = Field(default=64 * 1024 * 1024, ge=1, description="Largest picture read, in pixels.")
+    max_image_bytes: int = Field(
+        default=64 * 1024 * 1024, ge=1, description="Largest image file or download, in bytes."
+    )
+    alpha_background: tuple[int, int, int] = Field(
+        default=(255, 255, 255), description="RGB colour that transparent pictures are laid on."
+    )
+    allow_private_urls: bool = Field(
+        default=False, description="Let image URLs lead to private and loopback addresses."
+    )
+    allowed_media_root: Path | None = Field(
+        default=None, description="If set, image files are read only from inside this folder."
+    )
+    progress: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Progress bar of generate_batch; auto: on a terminal, for work over two seconds.",
+    )
+
+    @model_validator(mode="after")
+    def _colour(self) -> EngineConfig:
+        if any(not 0 <= channel <= 255 for channel in self.alpha_background):
+            raise ValueError(f"alpha_background is an RGB colour of 0..255, not {self.alpha_background}")
+        return self

@@ -1,0 +1,74 @@
+"""What is checked and computed once, before a request gets in line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmserve.cache.prefix_keys import ContentMap
+from mmserve.engine.request import ImageExtent, Request
+from mmserve.engine.scheduler import PLACES_PER_PRIORITY
+from mmserve.errors import InvalidRequestError
+from mmserve.model.interface import PromptPlan
+from mmserve.types import SamplingParams
+from processors.types import ImageItem, ProcessedPrompt
+
+__all__ = ["check_sampling", "encode_bad_words", "plan_request"]
+
+
+def plan_request(
+    request_id: str, prompt: ProcessedPrompt, plan: PromptPlan, *, priority: int = 0, arrival: int = 0
+) -> Request:
+    """The scheduler's view of a request.
+
+    Args:
+        request_id: Unique in the engine.
+        prompt: Expanded ids and images.
+        plan: The model's; only its spans matter here.
+        priority: Lower runs sooner.
+        arrival: Running number.
+    """
+    images = [_extent(index, item) for index, item in enumerate(prompt.images) if item.range.num_embeds]
+    content = ContentMap([(i.key, i.range.offset, i.range.end) for i in prompt.images], plan.spans)
+    return Request(
+        request_id=request_id,
+        order=(priority * PLACES_PER_PRIORITY + arrival, arrival),
+        token_ids=list(prompt.token_ids),
+        num_prompt=len(prompt.token_ids),
+        images=tuple(images),
+        spans=plan.spans,
+        content=content,
+        # What lies in prompt-wide tensors is not part of a block's key.
+        shareable=not prompt.prompt_tensors,
+    )
+
+
+def _extent(index: int, item: ImageItem) -> ImageExtent:
+    positions = item.range.embed_positions()
+    return ImageExtent(index, item.key, item.range.offset, item.range.end, positions[0], positions[-1], len(positions))
+
+
+def check_sampling(params: SamplingParams, vocab_size: int, forbidden: Sequence[int]) -> None:
+    """Whether the ids in `params` exist in this model.
+
+    Raises:
+        InvalidRequestError: One does not, or every allowed one is forbidden.
+    """
+    named = {"logit_bias": params.logit_bias, "allowed_token_ids": params.allowed_token_ids or ()}
+    for field, ids in (*named.items(), ("stop_token_ids", params.stop_token_ids)):
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(f"{field} names id {token_id}, but the model has ids 0 to {vocab_size - 1}")
+    if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(forbidden):
+        raise InvalidRequestError("allowed_token_ids names only placeholder ids, which are never generated")
+
+
+def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of each word, as it is and as it stands after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip(" ")):
+            ids = tuple(int(i) for i in tokenizer.encode(text, add_special_tokens=False))
+            if ids:
+                found[ids] = None
+    return tuple(found)

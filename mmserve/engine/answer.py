@@ -1,0 +1,134 @@
+"""One answer as it grows: its tokens, text, end and times. No tensors."""
+
+from __future__ import annotations
+
+from mmserve.engine.batch import SampledToken
+from mmserve.engine.detokenizer import Detokenizer, TextDecoder
+from mmserve.types import (
+    FinishReason,
+    GenerationOutput,
+    Logprob,
+    Metrics,
+    SamplingParams,
+    StreamDelta,
+    TokenLogprobs,
+    Usage,
+)
+
+__all__ = ["Answer"]
+
+
+class Answer:
+    """Collects what a request's steps bring.
+
+    Args:
+        request_id: Unique in the engine.
+        sampling: Resolved.
+        decoder: The engine's.
+        num_prompt, num_image: Tokens of the expanded prompt, and those of them that stand for images.
+        arrival: When the user called. ready: When the prompt was processed. Both on the engine's clock, in seconds.
+        preprocess: Seconds of reading images and building the prompt.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        sampling: SamplingParams,
+        decoder: TextDecoder,
+        *,
+        num_prompt: int,
+        num_image: int,
+        arrival: float,
+        ready: float,
+        preprocess: float,
+    ) -> None:
+        self.request_id = request_id
+        self.finish_reason: FinishReason | None = None
+        self.num_cached = 0
+        self.encode_seconds = 0.0
+        self.first_scheduled: float | None = None
+        self._sampling = sampling
+        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._decoder = decoder
+        self._detokenizer = Detokenizer(decoder, sampling.stop, sampling.min_tokens)
+        self._num_prompt = num_prompt
+        self._num_image = num_image
+        self._arrival = arrival
+        self._ready = ready
+        self._preprocess = preprocess
+        self._first_token = 0.0
+        self._last_token = 0.0
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._sent = 0
+        self._last_text = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self._token_ids)
+
+    def take(self, token: SampledToken, now: float) -> StreamDelta | None:
+        """Add a token, and see whether it ends the answer; returns a delta if text can be released before the end."""
+        if not self._token_ids:
+            self._first_token = now
+        self._last_token = now
+        self._token_ids.append(token.token_id)
+        if token.logprob is not None:
+            self._logprobs.append(self._describe(token))
+        text = self._detokenizer.push(token.token_id)
+        count = len(self._token_ids)
+        if (token.token_id in self._stop_ids and count > self._sampling.min_tokens) or self._detokenizer.stopped:
+            self.finish_reason = "stop"
+        elif count >= (self._sampling.max_tokens or 0):
+            self.finish_reason = "length"
+        if self.finish_reason is not None:
+            self._last_text = text
+            return None
+        return StreamDelta(text=text, token_ids=self._unsent()) if text else None
+
+    def complete(self) -> GenerationOutput:
+        """The whole answer; call once, after `finish_reason` was set, and before `last_delta`."""
+        self._last_text += self._detokenizer.finish()
+        count = len(self._token_ids)
+        scheduled = self._ready if self.first_scheduled is None else self.first_scheduled
+        decode = (self._last_token - self._first_token) / (count - 1) if count > 1 else None
+        assert self.finish_reason is not None
+        return GenerationOutput(
+            text=self._detokenizer.text,
+            token_ids=tuple(self._token_ids),
+            finish_reason=self.finish_reason,
+            usage=Usage(
+                prompt_tokens=self._num_prompt,
+                image_tokens=self._num_image,
+                cached_tokens=self.num_cached,
+                completion_tokens=count,
+            ),
+            metrics=Metrics(
+                preprocess=self._preprocess,
+                queue=max(0.0, scheduled - self._ready),
+                encode=self.encode_seconds,
+                first_token=max(0.0, self._first_token - self._arrival),
+                per_token=decode,
+                total=max(0.0, self._last_token - self._arrival),
+            ),
+            logprobs=tuple(self._logprobs) if self._sampling.logprobs is not None else None,
+            request_id=self.request_id,
+        )
+
+    def last_delta(self, output: GenerationOutput) -> StreamDelta:
+        """The stream's end: text held back until now, and the whole answer."""
+        return StreamDelta(text=self._last_text, token_ids=self._unsent(), output=output)
+
+    def _unsent(self) -> tuple[int, ...]:
+        token_ids = tuple(self._token_ids[self._sent :])
+        self._sent = len(self._token_ids)
+        return token_ids
+
+    def _describe(self, token: SampledToken) -> TokenLogprobs:
+        def named(token_id: int, logprob: float) -> Logprob:
+            return Logprob(token_id=token_id, logprob=logprob, text=self._decoder.decode_one(token_id))
+
+        assert token.logprob is not None
+        top = tuple(named(token_id, value) for token_id, value in token.top)
+        return TokenLogprobs(chosen=named(token.token_id, token.logprob), top=top)

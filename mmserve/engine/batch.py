@@ -1,0 +1,116 @@
+"""What passes between the scheduler and a runner, and back: all that a runner, local or on another rank, ever gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mmserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from mmserve.errors import RequestError
+    from mmserve.model.interface import PromptPlan
+    from processors.types import ProcessedPrompt
+
+__all__ = ["ImageToEncode", "NewRequest", "SampledToken", "ScheduledBatch", "ScheduledChunk", "StepOutput"]
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that the runner has not seen yet; later steps name it by its id.
+
+    Attributes:
+        request_id: Unique in this engine.
+        prompt: Expanded ids and images.
+        plan: Positions and both-way spans.
+        sampling: Fully resolved: no field is None that a default exists for.
+        seed: Of the request's random choices; its own, or one drawn at admission.
+        bad_words: Token sequences of `sampling.bad_words`.
+    """
+
+    request_id: str
+    prompt: ProcessedPrompt
+    plan: PromptPlan
+    sampling: SamplingParams
+    seed: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Tokens start..start+num_tokens-1 of one request, to be computed in this step.
+
+    Attributes:
+        request_id: Whose.
+        start: Tokens already computed, cached ones included.
+        num_tokens: At least 1.
+        block_ids: Blocks added to the request's table in this step, in order; the whole table if `restarted`.
+        restarted: First step, or first after a preemption: forget the old table.
+        samples: The chunk ends at the last known token, so a new one is sampled from its logits.
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    block_ids: tuple[int, ...]
+    restarted: bool
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ImageToEncode:
+    """Image number `index` of a request is needed in this step and its rows are not cached under `key`."""
+
+    request_id: str
+    index: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step.
+
+    Attributes:
+        step: Running number.
+        new: Requests that the runner must take in first.
+        chunks: What to compute; each request at most once.
+        encode: Images to encode before the forward.
+        preempted: Requests that lost their blocks; each comes back with a `restarted` chunk, or is finished.
+        dropped_images: Keys whose rows the runner lets go of, before it encodes.
+        finished: Requests that the runner forgets, before anything else, the preempted ones after them.
+    """
+
+    step: int
+    new: tuple[NewRequest, ...]
+    chunks: tuple[ScheduledChunk, ...]
+    encode: tuple[ImageToEncode, ...]
+    preempted: tuple[str, ...]
+    dropped_images: tuple[str, ...]
+    finished: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token, its log-probability, and the likeliest ones as (id, log-probability), if asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step produced.
+
+    Attributes:
+        sampled: Request id -> its new token.
+        failed: Request id -> why it failed, alone; its chunk's other results are void.
+        image_bytes: Key of each image encoded in this step -> bytes of its rows.
+        encode_seconds: Request id -> time in the vision tower.
+    """
+
+    sampled: Mapping[str, SampledToken]
+    failed: Mapping[str, RequestError] = field(default_factory=dict)
+    image_bytes: Mapping[str, int] = field(default_factory=dict)
+    encode_seconds: Mapping[str, float] = field(default_factory=dict)

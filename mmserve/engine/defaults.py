@@ -1,0 +1,72 @@
+"""Fills in what a request leaves open, from the model's own generation config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmserve.types import SamplingParams
+
+__all__ = ["DEFAULT_MAX_TOKENS", "describe_defaults", "eos_token_ids", "resolve_sampling"]
+
+DEFAULT_MAX_TOKENS = 256
+"""Tokens of an answer when neither the request nor the model says."""
+
+
+def _get(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def eos_token_ids(generation_config: Any) -> tuple[int, ...]:
+    """The model's end tokens.
+
+    Args:
+        generation_config: A transformers GenerationConfig, a mapping of its fields, or None.
+    """
+    eos = _get(generation_config, "eos_token_id")
+    if eos is None:
+        return ()
+    return tuple(int(i) for i in eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+def describe_defaults(generation_config: Any) -> dict[str, object]:
+    """What a request gets for each field it leaves at None, and the end tokens; JSON-friendly."""
+    resolved = resolve_sampling(SamplingParams(), generation_config)
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: getattr(resolved, name) for name in names} | {"end_token_ids": list(resolved.stop_token_ids)}
+
+
+def resolve_sampling(params: SamplingParams, generation_config: Any) -> SamplingParams:
+    """`params` with no field left at None that has a default; doing it twice changes nothing.
+
+    A model whose config does not set `do_sample` is greedy unless the request gives a temperature. top_k, top_p
+    and the rest apply only if the model's config or the request names them (transformers' own top_k of 50, which
+    no checkpoint asked for, does not). The model's end tokens join `stop_token_ids` unless `ignore_eos`.
+
+    Args:
+        params: As the user gave them.
+        generation_config: A transformers GenerationConfig, a mapping of its fields, or None.
+    """
+    ends = () if params.ignore_eos else eos_token_ids(generation_config)
+
+    def default(name: str, own: Any, fallback: Any) -> Any:
+        value = getattr(params, name)
+        if value is None:
+            value = _get(generation_config, own)
+        return fallback if value is None else value
+
+    temperature = params.temperature
+    if temperature is None:
+        temperature = default("temperature", "temperature", 1.0) if _get(generation_config, "do_sample") else 0.0
+    max_tokens = default("max_tokens", "max_new_tokens", DEFAULT_MAX_TOKENS)
+    return params.model_copy(
+        update={
+            "max_tokens": max(max_tokens, params.min_tokens),
+            "temperature": temperature,
+            "top_k": default("top_k", "top_k", 0),
+            "top_p": default("top_p", "top_p", 1.0),
+            "min_p": default("min_p", "min_p", 0.0),
+            "repetition_penalty": default("repetition_penalty", "repetition_penalty", 1.0),
+            "stop_token_ids": tuple(dict.fromkeys((*params.stop_token_ids, *ends))),
+        }
+    )

@@ -1,0 +1,199 @@
+"""Builds the packed batch of a step from what the runner remembers of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mmserve.attention.interface import AttentionMetadata
+from mmserve.engine.batch import NewRequest, ScheduledChunk
+from mmserve.engine.sampler import SequenceState
+from mmserve.model.interface import ImageRows, PackedBatch, RowPlacement, SequenceInput
+
+__all__ = ["NO_ROW", "BlockTables", "ImageTargets", "SequenceRecord", "pack"]
+
+NO_ROW = -1
+"""In place of a row, for a request without blocks."""
+
+
+class BlockTables:
+    """The block tables of all requests that have blocks, as rows of one int32 array."""
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks: npt.NDArray[np.int32] = np.zeros((num_rows, -(-max_model_len // block_size)), dtype=np.int32)
+        self.lengths = [0] * num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    def take(self) -> int:
+        """An empty row."""
+        return self._free.pop()
+
+    def give_back(self, row: int) -> int:
+        """The request of this row has lost its blocks. Returns NO_ROW, which may be given back again."""
+        if row != NO_ROW:
+            self.lengths[row] = 0
+            self._free.append(row)
+        return NO_ROW
+
+    def extend(self, row: int, block_ids: Sequence[int]) -> None:
+        """Add blocks to a row."""
+        if block_ids:
+            start = self.lengths[row]
+            self.blocks[row, start : start + len(block_ids)] = block_ids
+            self.lengths[row] = start + len(block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTargets:
+    """Where one image's rows go: row i to absolute position `positions[i]` (int64, ascending)."""
+
+    index: int
+    key: str
+    positions: npt.NDArray[np.int64]
+
+
+class SequenceRecord:
+    """What the runner remembers of one request.
+
+    Args:
+        new: As the scheduler told of it.
+        vocab_size: V.
+        device: Where the logits are.
+    """
+
+    def __init__(self, new: NewRequest, vocab_size: int, device: torch.device) -> None:
+        self.request_id = new.request_id
+        self.prompt = prompt = new.prompt
+        self.plan = new.plan
+        self.row = NO_ROW
+        self.sampling = SequenceState(new.sampling, new.seed, new.bad_words, prompt.token_ids, vocab_size, device)
+        self.num_prompt = len(prompt.token_ids)
+        room = self.num_prompt + (new.sampling.max_tokens or 0)
+        self.token_ids: npt.NDArray[np.int64] = np.zeros(room, dtype=np.int64)
+        self.token_ids[: self.num_prompt] = prompt.token_ids
+        self.length = self.num_prompt
+        self.images = tuple(
+            ImageTargets(index, image.key, np.asarray(image.range.embed_positions(), dtype=np.int64))
+            for index, image in enumerate(prompt.images)
+            if image.range.num_embeds
+        )
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token."""
+        if self.length < len(self.token_ids):
+            self.token_ids[self.length] = token_id
+        self.length += 1
+
+    def images_between(self, start: int, stop: int) -> list[ImageTargets]:
+        """Images with at least one row at positions start..stop-1."""
+        if start >= self.num_prompt:
+            return []
+        return [
+            image
+            for image in self.images
+            if image.positions[0] < stop
+            and image.positions[-1] >= start
+            and np.searchsorted(image.positions, start) < np.searchsorted(image.positions, stop)
+        ]
+
+
+def pack(
+    chunks: Sequence[ScheduledChunk],
+    records: Sequence[SequenceRecord],
+    tables: BlockTables,
+    images: Mapping[str, ImageRows],
+    device: torch.device,
+    *,
+    with_sequences: bool,
+) -> PackedBatch:
+    """One forward's input for `chunks`, whose requests' `records` are in the same order."""
+    query_lens = [chunk.num_tokens for chunk in chunks]
+    key_lens = [chunk.start + chunk.num_tokens for chunk in chunks]
+    offsets = np.zeros(len(chunks) + 1, dtype=np.int64)
+    np.cumsum(query_lens, out=offsets[1:])
+    total = int(offsets[-1])
+    rows = np.fromiter((record.row for record in records), dtype=np.int64, count=len(records))
+    width = max(-(-length // tables.block_size) for length in key_lens)
+    block_tables = tables.blocks[rows, :width]
+
+    token_ids = np.empty(total, dtype=np.int64)
+    for chunk, record, at in zip(chunks, records, offsets.tolist()[:-1], strict=True):
+        token_ids[at : at + chunk.num_tokens] = record.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    sequence = np.repeat(np.arange(len(chunks)), query_lens)
+    starts = np.fromiter((chunk.start for chunk in chunks), dtype=np.int64, count=len(chunks))
+    absolute = np.arange(total) - offsets[sequence] + starts[sequence]
+    slots = block_tables[sequence, absolute // tables.block_size].astype(np.int64) * tables.block_size
+    slots += absolute % tables.block_size
+    samples = np.fromiter((chunk.samples for chunk in chunks), dtype=bool, count=len(chunks))
+
+    def to(array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return PackedBatch(
+        token_ids=to(token_ids),
+        positions=to(_positions(chunks, records, absolute, sequence, offsets)),
+        placements=tuple(_placements(chunks, records, offsets, images, device)),
+        attention=AttentionMetadata(
+            query_lens=tuple(query_lens),
+            key_lens=tuple(key_lens),
+            cu_seqlens_q=to(offsets.astype(np.int32)),
+            key_lens_tensor=to(np.asarray(key_lens, dtype=np.int32)),
+            block_tables=to(np.ascontiguousarray(block_tables)),
+            slot_mapping=to(slots),
+            spans=tuple(_spans(chunk, record) for chunk, record in zip(chunks, records, strict=True)),
+        ),
+        logit_indices=to(offsets[1:][samples] - 1),
+        sequences=tuple(
+            SequenceInput(record.request_id, record.prompt, chunk.start)
+            for chunk, record in zip(chunks, records, strict=True)
+        )
+        if with_sequences
+        else (),
+    )
+
+
+def _positions(
+    chunks: Sequence[ScheduledChunk],
+    records: Sequence[SequenceRecord],
+    absolute: npt.NDArray[np.int64],
+    sequence: npt.NDArray[np.int64],
+    offsets: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Positions [P, T]: generated tokens by their request's delta, prompt tokens from its plan."""
+    deltas = np.fromiter((record.plan.delta for record in records), dtype=np.int64, count=len(records))
+    num_rows = records[0].plan.positions.shape[0]
+    positions = np.repeat((absolute + deltas[sequence])[None], num_rows, axis=0)
+    for chunk, record, at in zip(chunks, records, offsets.tolist(), strict=False):
+        stop = min(chunk.start + chunk.num_tokens, record.num_prompt)
+        if chunk.start < stop:
+            positions[:, at : at + stop - chunk.start] = record.plan.positions[:, chunk.start : stop]
+    return positions
+
+
+def _placements(
+    chunks: Sequence[ScheduledChunk],
+    records: Sequence[SequenceRecord],
+    offsets: npt.NDArray[np.int64],
+    images: Mapping[str, ImageRows],
+    device: torch.device,
+) -> list[RowPlacement]:
+    placements = []
+    for chunk, record, at in zip(chunks, records, offsets.tolist(), strict=False):
+        stop = chunk.start + chunk.num_tokens
+        for image in record.images_between(chunk.start, stop):
+            first, last = np.searchsorted(image.positions, (chunk.start, stop))
+            targets = torch.from_numpy(image.positions[first:last] - chunk.start + at)
+            placements.append(RowPlacement(images[image.key], int(first), targets.to(device)))
+    return placements
+
+
+def _spans(chunk: ScheduledChunk, record: SequenceRecord) -> tuple[tuple[int, int], ...]:
+    if chunk.start >= record.num_prompt:
+        return ()
+    stop = chunk.start + chunk.num_tokens
+    return tuple(span for span in record.plan.spans if span[0] < stop and span[1] > chunk.start)

@@ -1,0 +1,48 @@
+"""How many blocks the cache has and how long a request may be, from the options and the model."""
+
+from __future__ import annotations
+
+from mmserve.config import EngineConfig
+from mmserve.engine.scheduler import SchedulerLimits
+from mmserve.errors import ConfigError
+from mmserve.model.interface import Model
+
+__all__ = ["resolve_limits"]
+
+
+def resolve_limits(config: EngineConfig, model: Model) -> SchedulerLimits:
+    """All limits of an engine.
+
+    Raises:
+        ConfigError: The cache's memory does not hold two blocks, or `max_model_len` is over what cache or model take.
+    """
+    num_blocks = config.num_blocks or _blocks_in(config, model)
+    in_cache = num_blocks * config.block_size
+    longest = in_cache if model.max_position is None else min(model.max_position, in_cache)
+    wanted = config.max_model_len
+    if wanted is not None and wanted > longest:
+        raise ConfigError(
+            f"max_model_len {wanted} is too long: the model takes {model.max_position} tokens "
+            f"and the cache {in_cache} ({num_blocks} blocks of {config.block_size})"
+        )
+    return SchedulerLimits(
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=wanted or longest,
+        max_images_per_step=config.max_images_per_step,
+        encoder_cache_memory=config.encoder_cache_memory,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _blocks_in(config: EngineConfig, model: Model) -> int:
+    block_bytes = model.cache_spec().bytes_per_token() * config.block_size
+    blocks = config.kv_cache_memory // block_bytes
+    if blocks < 2:
+        raise ConfigError(
+            f"kv_cache_memory {config.kv_cache_memory:,} holds {blocks} blocks of {block_bytes:,} bytes; "
+            "give more, or a smaller block_size"
+        )
+    return int(blocks)

@@ -1,0 +1,66 @@
+"""Numbers of a running engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from mmserve.engine.batch import ScheduledBatch, StepOutput
+from mmserve.engine.scheduler import Scheduler
+
+__all__ = ["StatsRecorder"]
+
+_WINDOW = 256
+"""Steps over which rates are taken."""
+
+
+class StatsRecorder:
+    """Counts what steps do; read from other threads, each number whole by itself."""
+
+    def __init__(self) -> None:
+        self.finished = 0
+        self.failed = 0
+        self._steps = 0
+        self._computed = 0
+        self._generated = 0
+        self._window: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+
+    def record(self, batch: ScheduledBatch, output: StepOutput, now: float) -> None:
+        """Count one step that ended at `now` seconds."""
+        self._steps += 1
+        self._computed += sum(chunk.num_tokens for chunk in batch.chunks)
+        self._generated += len(output.sampled)
+        self._window.append((now, len(output.sampled)))
+
+    def snapshot(self, scheduler: Scheduler, inbox: int) -> dict[str, Any]:
+        """All numbers; rates are 0 before anything was counted."""
+        pool, ledger = scheduler.pool, scheduler.ledger
+        return {
+            "waiting": scheduler.num_waiting + inbox,
+            "running": scheduler.num_running,
+            "finished": self.finished,
+            "failed": self.failed,
+            "steps": self._steps,
+            "computed_tokens": self._computed,
+            "generated_tokens": self._generated,
+            "tokens_per_second": self._rate(),
+            "preemptions": scheduler.num_preemptions,
+            "blocks": pool.num_blocks,
+            "blocks_held": pool.num_held,
+            "blocks_cached": pool.num_cached,
+            "prefix_hit_rate": _share(scheduler.num_prefix_hit, scheduler.num_prefix_queried),
+            "images_cached": len(ledger),
+            "image_bytes": ledger.total_bytes,
+            "images_encoded": scheduler.num_image_encodes,
+            "image_hit_rate": 1.0 - _share(scheduler.num_image_encodes, scheduler.num_image_uses, empty=1),
+        }
+
+    def _rate(self) -> float:
+        window = list(self._window)
+        if len(window) < 2 or window[-1][0] <= window[0][0]:
+            return 0.0
+        return sum(count for _, count in window[1:]) / (window[-1][0] - window[0][0])
+
+
+def _share(part: int, whole: int, empty: float = 0.0) -> float:
+    return part / whole if whole else empty

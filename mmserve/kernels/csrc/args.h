@@ -1,0 +1,116 @@
+// What the kernels of every instruction set take: plain structs, no torch, no standard library.
+//
+// Letters as in mmserve/attention/interface.py: T tokens, H query heads, K key-value heads, D head size,
+// Dv value head size, B block size. Strides are in elements. `rows` are matrix rows, `keys` cached tokens.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace mmserve {
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+// y[rows, n] = x[rows, k] * weight[n, k]^T + bias (+ residual); weight rows are contiguous.
+struct LinearArgs {
+  const void* x;         // [rows, k], row stride x_stride
+  const void* weight;    // [n, k]
+  const void* bias;      // [n] or null
+  const void* residual;  // [rows, n], row stride y_stride, or null
+  void* y;               // [rows, n], row stride y_stride
+  int64_t rows, n, k;
+  int64_t x_stride, y_stride;
+};
+
+// Where the keys and values of one sequence lie: key j is in slot (table ? table[j / B] * B + j % B : j).
+struct KeySource {
+  const void* key;       // of slot 0, head 0
+  const void* value;     // of slot 0, head 0
+  const int32_t* table;  // blocks of the sequence, or null
+  int64_t block_size;
+  int64_t key_slot, key_head, value_slot, value_head;
+};
+
+// What all sequences of one attention call share.
+struct AttentionArgs {
+  const void* query;  // [T, H, D]
+  void* out;          // [T, H, Dv]
+  const int32_t* lo;  // [T] first key that the query sees, or null: 0
+  const int32_t* hi;  // [T] one past the last key that it sees, or null: all
+  int64_t query_token, query_head, out_token, out_head;
+  int64_t group;  // H / K
+  int64_t d, dv;
+  float scale;
+  float soft_cap;  // 0: none
+};
+
+// One (sequence, key head) of a prefill: its queries against its keys, packed for the tiles.
+struct FlashJob {
+  KeySource source;
+  int64_t kv_head;
+  int64_t first_token, num_tokens;  // queries, in the packed batch
+  int64_t num_keys;
+  void* keys;    // packed: see flash.h
+  void* values;  // packed
+};
+
+// One split of the keys of one (sequence, key head) of a decode step.
+struct DecodeJob {
+  KeySource source;
+  int64_t kv_head;
+  int64_t token;
+  int64_t begin, end;  // keys
+  float* partial;      // [group, Dv + 2]: unnormalised output, maximum, sum; or null: write the result
+};
+
+struct PackSizes {
+  int64_t key_bytes, value_bytes;
+};
+
+// One instruction set's kernels for one element type.
+struct Kernels {
+  void (*linear)(const LinearArgs&, int64_t n_begin, int64_t n_end);
+
+  PackSizes (*flash_sizes)(const AttentionArgs&, int64_t num_keys);
+  void (*flash_pack)(const AttentionArgs&, const FlashJob&, int64_t key_begin, int64_t key_end);
+  int64_t (*flash_scratch)(const AttentionArgs&);
+  void (*flash_rows)(const AttentionArgs&, const FlashJob&, int64_t row_begin, int64_t row_end, void* scratch);
+
+  void (*decode)(const AttentionArgs&, const DecodeJob&);
+  void (*decode_merge)(const AttentionArgs&, const DecodeJob* splits, int64_t count);
+
+  // out[w] = x[w] / rms(x) * weight[w]
+  void (*rms_norm)(const void* x, const void* weight, float eps, void* out, int64_t width);
+  // out[w] = silu(gate[w]) * up[w]
+  void (*silu_mul)(const void* gate, const void* up, void* out, int64_t width);
+  // out[w] = gelu(x[w]), the tanh form; out may be x
+  void (*gelu_tanh)(const void* x, void* out, int64_t width);
+  // out[d] = x rotated: halves (x1, x2) -> (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2); out may be x
+  void (*rotate)(const void* x, const void* cos, const void* sin, void* out, int64_t d);
+};
+
+struct InstructionSet {
+  const char* name;
+  Kernels bf16, f32;
+};
+
+constexpr int64_t kFlashRows = 48;     // query rows of one flash_rows call
+constexpr int64_t kDecodeSplit = 256;  // keys of a split: fixed, so that a result does not depend on the batch
+constexpr int64_t kLinearRows = 16;    // the most rows that `linear` takes
+constexpr int64_t kPackStep = 64;      // flash_pack ranges begin at multiples of this
+
+#if defined(__x86_64__) || defined(_M_X64)
+namespace avx512 {
+const InstructionSet& instruction_set();
+}
+namespace avx2 {
+const InstructionSet& instruction_set();
+}
+#endif
+namespace plain {
+const InstructionSet& instruction_set();
+}
+
+}  // namespace mmserve

@@ -1,0 +1,48 @@
+// The Python face. Every call that computes lets go of the interpreter's lock.
+#include <torch/csrc/utils/pybind.h>
+
+#include "layer.h"
+
+namespace py = pybind11;
+using namespace mmserve;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("available_instruction_sets", &available_instruction_sets);
+  m.def("active_instruction_set", &active_instruction_set);
+  m.def("use_instruction_set", &use_instruction_set);
+  m.attr("most_linear_rows") = kLinearRows;
+
+  m.def("linear", &linear, Unlocked());
+  m.def("rms_norm", &rms_norm, Unlocked());
+  m.def("silu_mul", &silu_mul, Unlocked());
+  m.def("gelu_tanh_", &gelu_tanh_, Unlocked());
+  m.def("write_cache", &write_cache, Unlocked());
+  m.def("full_attention", &full_attention, Unlocked());
+  m.def(
+      "paged_attention",
+      [](const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, at::Tensor cu_seqlens_q,
+         at::Tensor key_lens, at::Tensor block_tables, at::Tensor lo, at::Tensor hi, double scale, double soft_cap) {
+        return paged_attention(query, key_cache, value_cache, {cu_seqlens_q, key_lens, block_tables, lo, hi}, scale,
+                               soft_cap);
+      },
+      Unlocked());
+
+  py::class_<DecoderLayer>(m, "DecoderLayer")
+      .def(py::init([](at::Tensor input_norm, at::Tensor qkv, MaybeTensor qkv_bias, at::Tensor output,
+                       MaybeTensor output_bias, at::Tensor middle_norm, at::Tensor gate_up, at::Tensor down,
+                       int64_t heads, int64_t kv_heads, int64_t head_size, double scale, double soft_cap,
+                       double input_eps, double middle_eps) {
+        return new DecoderLayer({input_norm, qkv, qkv_bias, output, output_bias, middle_norm, gate_up, down}, heads,
+                                kv_heads, head_size, scale, soft_cap, input_eps, middle_eps);
+      }))
+      .def(
+          "forward",
+          [](const DecoderLayer& layer, const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin,
+             const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
+             at::Tensor cu_seqlens_q, at::Tensor key_lens, at::Tensor block_tables, at::Tensor lo, at::Tensor hi) {
+            return layer.forward(hidden, cos, sin, key_cache, value_cache, slots,
+                                 {cu_seqlens_q, key_lens, block_tables, lo, hi});
+          },
+          Unlocked());
+}

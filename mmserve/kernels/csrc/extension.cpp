@@ -1,0 +1,6 @@
+// All that includes torch, as one translation unit: reading its headers takes longer than compiling the rest.
+#include "attention.cpp"
+#include "bindings.cpp"
+#include "dispatch.cpp"
+#include "layer.cpp"
+#include "products.cpp"

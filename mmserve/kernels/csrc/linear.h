@@ -1,0 +1,116 @@
+// Products of a few rows with a weight, at the speed that the weight can be read at.
+//
+// The weight stays as the model has it, [n, k] row by row: nothing is packed, so a tied embedding and the
+// large products of a prefill share its memory. A tile is R weight rows times M input rows with W = R * M
+// accumulators; at the end one transposed sum turns those W vectors into one vector of W outputs.
+// A row's result depends on neither the other rows nor on where the threads' ranges begin: each output
+// is summed over k in the same lanes and the same order whatever M is.
+#pragma once
+
+constexpr int64_t kPrefetchBytes = 2048;  // how far ahead of the reads; the hardware's own prefetcher stops at pages
+
+template <typename T>
+constexpr int kUnit = 4 / sizeof(T);  // elements in a unit
+
+template <typename T, int R, int M>
+static inline void linear_tile(const LinearArgs& args, int64_t n0, int64_t row0) {
+  static_assert(R * M == W);
+  const int64_t units = args.k / kUnit<T>;
+  const char* weight = static_cast<const char*>(args.weight) + n0 * args.k * static_cast<int64_t>(sizeof(T));
+  const char* x = static_cast<const char*>(args.x) + row0 * args.x_stride * static_cast<int64_t>(sizeof(T));
+  const int64_t weight_row = args.k * static_cast<int64_t>(sizeof(T));
+  const int64_t x_row = args.x_stride * static_cast<int64_t>(sizeof(T));
+
+  F acc[W];
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) acc[i] = f_set(0.0f);
+
+  int64_t u = 0;
+  for (; u + W <= units; u += W) {
+    U row[M];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) row[m] = u_load(x + m * x_row + 4 * u);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const char* at = weight + r * weight_row + 4 * u;
+      __builtin_prefetch(at + R * weight_row);
+      const U w = u_load(at);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) acc[r * M + m] = madd<T>(acc[r * M + m], w, row[m]);
+    }
+  }
+  if (const int rest = static_cast<int>(units - u)) {
+    U row[M];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) row[m] = u_load_first(x + m * x_row + 4 * u, rest);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const U w = u_load_first(weight + r * weight_row + 4 * u, rest);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) acc[r * M + m] = madd<T>(acc[r * M + m], w, row[m]);
+    }
+  }
+
+  float sums[W];
+  f_store(sums, f_sums(acc));
+  T* y = static_cast<T*>(args.y);
+  const T *bias = static_cast<const T*>(args.bias), *residual = static_cast<const T*>(args.residual);
+  for (int m = 0; m < M; ++m) {
+    float out[R];
+    for (int r = 0; r < R; ++r) out[r] = sums[r * M + m];
+    const int64_t at = (row0 + m) * args.y_stride + n0;
+    for (int r = 0; r < R; r += W) {
+      const int n = R - r < W ? R - r : W;
+      F value = e_load_first(out + r, n);
+      if (bias) value = f_add(value, e_load_first(bias + n0 + r, n));
+      if (residual) value = f_add(value, e_load_first(residual + at + r, n));
+      e_store_first(y + at + r, value, n);
+    }
+  }
+}
+
+// One output: what is left where n is no multiple of a tile's rows.
+template <typename T>
+static void linear_one(const LinearArgs& args, int64_t n0, int64_t row) {
+  const int64_t units = args.k / kUnit<T>;
+  const T* weight = static_cast<const T*>(args.weight) + n0 * args.k;
+  const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+  F acc[W];
+  for (int i = 0; i < W; ++i) acc[i] = f_set(0.0f);
+  int64_t u = 0;
+  for (; u + W <= units; u += W)
+    acc[0] = madd<T>(acc[0], u_load(weight + kUnit<T> * u), u_load(x + kUnit<T> * u));
+  if (const int rest = static_cast<int>(units - u))
+    acc[0] = madd<T>(acc[0], u_load_first(weight + kUnit<T> * u, rest), u_load_first(x + kUnit<T> * u, rest));
+  F value = f_sums(acc);
+  const int64_t at = row * args.y_stride + n0;
+  if (args.bias) value = f_add(value, e_load_first(static_cast<const T*>(args.bias) + n0, 1));
+  if (args.residual) value = f_add(value, e_load_first(static_cast<const T*>(args.residual) + at, 1));
+  e_store_first(static_cast<T*>(args.y) + at, value, 1);
+}
+
+// M rows at a time over weight rows n_begin .. n_end.
+template <typename T, int M>
+static void linear_rows(const LinearArgs& args, int64_t n_begin, int64_t n_end, int64_t row0) {
+  constexpr int R = W / M;
+  int64_t n = n_begin;
+  for (; n + R <= n_end; n += R) linear_tile<T, R, M>(args, n, row0);
+  for (; n < n_end; ++n)
+    for (int m = 0; m < M; ++m) linear_one<T>(args, n, row0 + m);
+}
+
+template <typename T>
+static void linear(const LinearArgs& args, int64_t n_begin, int64_t n_end) {
+  // Bands of weight rows small enough that the second group of input rows finds them in the first-level cache.
+  const int64_t band = args.rows <= 4 ? n_end - n_begin : W;
+  for (int64_t n = n_begin; n < n_end; n += band) {
+    const int64_t stop = n + band < n_end ? n + band : n_end;
+    int64_t row = 0;
+    for (; row + 4 <= args.rows; row += 4) linear_rows<T, 4>(args, n, stop, row);
+    if (row + 2 <= args.rows) {
+      linear_rows<T, 2>(args, n, stop, row);
+      row += 2;
+    }
+    if (row < args.rows) linear_rows<T, 1>(args, n, stop, row);
+  }
+}

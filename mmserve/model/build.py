@@ -1,0 +1,99 @@
+"""The transformers model of a checkpoint, with every weight in its place and nothing made up.
+
+transformers builds the module tree on the meta device, streams each tensor of the safetensors files
+through its own renames and merges (so old layouts load), ties what is tied, and reports what did not
+fit. What it would only warn of is an error here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mmserve.errors import UnsupportedModelError, WeightsError
+from mmserve.model.checkpoint import Checkpoint
+from mmserve.model.precision import Precision
+
+__all__ = ["build_model", "read_config"]
+
+
+def read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    """The config object. Raises UnsupportedModelError if transformers can not make one of config.json."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, ImportError, StrictDataclassError) as error:
+        raise UnsupportedModelError(
+            f"the config of {str(checkpoint.folder)!r} (model_type {checkpoint.model_type!r}) can not be read: "
+            + " ".join(str(error).split())
+        ) from error
+
+
+def build_model(
+    checkpoint: Checkpoint, config: Any, precision: Precision, device: torch.device, trust_remote_code: bool
+) -> Any:
+    """The model on `device` in `precision`, for inference.
+
+    Raises:
+        UnsupportedModelError: No image+text or causal language model of this type, or it lacks a library.
+        WeightsError: Weights are missing, unexpected or of the wrong shape; lists them.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto = AutoModelForImageTextToText
+    if type(config) not in auto._model_mapping:
+        auto = AutoModelForCausalLM
+    try:
+        model, info = auto.from_pretrained(
+            checkpoint.folder,
+            config=config,
+            dtype=precision.dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (ValueError, ImportError) as error:
+        raise UnsupportedModelError(
+            f"transformers has no image+text or causal language model for {checkpoint.model_type!r} here: "
+            + " ".join(str(error).split())[:300]
+        ) from error
+    except (SafetensorError, RuntimeError, OSError) as error:
+        raise WeightsError(f"the weights of {str(checkpoint.folder)!r} can not be loaded: {error}") from error
+    _check_names(checkpoint, info)
+    _check_values(checkpoint, model)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _check_names(checkpoint: Checkpoint, info: Mapping[str, Any]) -> None:
+    """Raise WeightsError, with names, for whatever did not go from file to model one to one."""
+    problems = []
+    for what, names in (("missing", info["missing_keys"]), ("unexpected", info["unexpected_keys"])):
+        if names:
+            problems.append(f"{len(names)} {what}: {_some(sorted(names))}")
+    if info["mismatched_keys"]:
+        shapes = [
+            f"{name} {tuple(found)} for {tuple(wanted)}" for name, found, wanted in sorted(info["mismatched_keys"])
+        ]
+        problems.append(f"{len(shapes)} of the wrong shape: {_some(shapes)}")
+    if problems:
+        raise WeightsError(f"the weights of {str(checkpoint.folder)!r} do not fit its config; " + "; ".join(problems))
+
+
+def _check_values(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
+    """Raise WeightsError for a parameter or buffer that was left without storage."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = sorted(name for name, tensor in tensors if tensor.is_meta)
+    if empty:
+        raise WeightsError(f"{str(checkpoint.folder)!r} leaves {len(empty)} tensors without values: {_some(empty)}")
+
+
+def _some(names: Sequence[str], most: int = 12) -> str:
+    """Names joined, the rest of a long list as a count."""
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

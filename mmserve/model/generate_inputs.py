@@ -1,0 +1,42 @@
+"""A processed prompt as the keyword arguments of the plain model's `generate()`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from mmserve.errors import InputError
+from mmserve.model.positions import image_type_ids
+from processors.types import ProcessedPrompt
+
+__all__ = ["generate_inputs"]
+
+_JOINED_ALONG: Final[dict[str, int]] = {"idefics2": 1, "idefics3": 1, "smolvlm": 1, "idefics": 1, "mllama": 1}
+"""The dimension along which a family joins the images of one prompt, where it is not the first."""
+
+
+def generate_inputs(model: Any, prompt: ProcessedPrompt) -> dict[str, torch.Tensor]:
+    """Ids, attention mask, the joined tensors of all images, the prompt's own tensors, and type ids if taken.
+
+    Raises:
+        InputError: The images of one prompt have tensors that do not join.
+    """
+    device = model.get_input_embeddings().weight.device
+    ids = torch.tensor([prompt.token_ids])
+    inputs: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+        inputs["mm_token_type_ids"] = image_type_ids(prompt)
+    inputs.update(_joined(prompt, _JOINED_ALONG.get(model.config.model_type, 0)))
+    inputs.update(prompt.prompt_tensors)
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def _joined(prompt: ProcessedPrompt, dim: int) -> Mapping[str, torch.Tensor]:
+    names = prompt.images[0].tensors.keys() if prompt.images else ()
+    try:
+        return {name: torch.cat([image.tensors[name] for image in prompt.images], dim=dim) for name in names}
+    except (RuntimeError, KeyError, IndexError) as error:
+        raise InputError(f"the images of this prompt can not be given to the model together: {error}") from error

@@ -1,0 +1,101 @@
+"""From an image's tensors to the rows that take the place of its token embeddings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmserve.errors import InputError, ModelOutputError, RequestError, UnsupportedModelError
+from mmserve.model.interface import ImageRows
+from processors.types import ImageItem
+
+__all__ = ["ImageEncoder", "find_image_features"]
+
+
+def find_image_features(model: nn.Module) -> Callable[..., Any] | None:
+    """The model's `get_image_features`; some families have it on the inner model only. None: no images."""
+    for owner in (model, getattr(model, "model", None)):
+        found = getattr(owner, "get_image_features", None)
+        if callable(found):
+            return found
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageEncoder:
+    """Encodes images one by one through the model's own `get_image_features`.
+
+    Attributes:
+        features: That method. width: W, the text model's embedding width.
+        dtype: The text model's, which rows are cast to. device: Where the model is.
+    """
+
+    features: Callable[..., Any]
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, images: Sequence[ImageItem]) -> list[ImageRows | Exception]:
+        """One result an image: its rows, or the RequestError that is this image's alone."""
+        results: list[ImageRows | Exception] = []
+        for image in images:
+            try:
+                results.append(self._encode(image))
+            except RequestError as error:
+                results.append(error)
+        return results
+
+    @torch.inference_mode()
+    def _encode(self, image: ImageItem) -> ImageRows:
+        tensors = {name: tensor.to(self.device) for name, tensor in image.tensors.items()}
+        unknown = tensors.keys() - inspect.signature(self.features).parameters.keys()
+        if unknown:
+            raise InputError(f"the model takes no image tensors called {', '.join(sorted(unknown))}")
+        try:
+            output = self.features(**tensors, return_dict=True)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+            raise ModelOutputError(f"the vision tower failed on an image of {shapes}: {error}") from error
+        expected = image.range.num_embeds
+        rows = self._own(_as_rows(output.pooler_output, self.width), expected, "rows")
+        layers = getattr(output, "deepstack_features", None)
+        extra = {}
+        if layers is not None and len(layers):
+            stacked = [self._own(_as_rows(layer, self.width), expected, "DeepStack rows") for layer in layers]
+            extra["deepstack"] = torch.stack(stacked)
+        return ImageRows(rows=rows, extra=extra)
+
+    def _own(self, rows: torch.Tensor, expected: int, what: str) -> torch.Tensor:
+        """Checked, cast, and in storage of its own: a view would keep a whole batch of features alive."""
+        if rows.shape[0] != expected:
+            raise ModelOutputError(f"the model made {rows.shape[0]} {what} for an image whose range takes {expected}")
+        if not torch.isfinite(rows).all():
+            raise ModelOutputError(
+                f"the vision tower produced {what} that are not finite in {rows.dtype}; "
+                "load the model in bfloat16 or float32"
+            )
+        return rows.to(self.dtype).clone(memory_format=torch.contiguous_format)
+
+
+def _as_rows(features: Any, width: int) -> torch.Tensor:
+    """[n, W] from a list or tuple of tensors, or one tensor of any rank whose last dimension is W."""
+    if isinstance(features, torch.Tensor):
+        parts = [features]
+    elif isinstance(features, (list, tuple)) and all(isinstance(part, torch.Tensor) for part in features):
+        parts = list(features)
+    else:
+        raise UnsupportedModelError(f"get_image_features gives {type(features).__name__}, not rows")
+    wrong = [tuple(part.shape) for part in parts if part.shape[-1] != width]
+    if wrong:
+        raise ModelOutputError(f"image features of shape {wrong[0]} do not end in the text width {width}")
+    return torch.cat([part.reshape(-1, width) for part in parts])
+
+
+def merge_extra(placed: Sequence[tuple[Mapping[str, torch.Tensor], int, int]], name: str) -> torch.Tensor:
+    """Rows `first..first+n-1` of the extra tensor `name` of each (extra, first, n), joined: [..., sum n, W]."""
+    return torch.cat([extra[name][..., first : first + n, :] for extra, first, n in placed], dim=-2)

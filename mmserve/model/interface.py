@@ -1,0 +1,186 @@
+"""What the engine asks of a model: the seam that a real model, a mock and a reference path all fill.
+
+Letters: T tokens of a packed batch, P position rows (1, or 3 for M-RoPE), W hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from mmserve.attention.interface import AttentionMetadata, LayerCache
+from processors.types import ImageItem, ProcessedPrompt
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "CacheSpec",
+    "ImageRows",
+    "LayerCacheSpec",
+    "Model",
+    "PackedBatch",
+    "PromptPlan",
+    "RowPlacement",
+    "SequenceInput",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCacheSpec:
+    """Shape of one layer's cache: num_kv_heads K, head_size D, value_size Dv; window if the layer slides."""
+
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """All layers that keep keys and values, in cache order, and the dtype they are kept in."""
+
+    layers: tuple[LayerCacheSpec, ...]
+    dtype: torch.dtype
+
+    def bytes_per_token(self) -> int:
+        """Cache bytes that one token takes over all layers."""
+        values = sum(layer.num_kv_heads * (layer.head_size + layer.value_size) for layer in self.layers)
+        return values * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """What a model computes once from a whole prompt; belongs to the request.
+
+    Attributes:
+        positions: int64 [P, T]; column i is the position of prompt token i.
+        delta: A token at index i >= T (generated) stands at position i + delta in every row.
+        spans: Absolute half-open ranges that attend both ways: never cut by a chunk or a cache hit.
+    """
+
+    positions: torch.Tensor
+    delta: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def positions_at(self, start: int, stop: int) -> torch.Tensor:
+        """Positions [P, stop - start] of tokens start..stop-1, prompt or generated."""
+        import torch
+
+        total = self.positions.shape[1]
+        parts = []
+        if start < total:
+            parts.append(self.positions[:, start : min(stop, total)])
+        if stop > total:
+            more = torch.arange(max(start, total), stop) + self.delta
+            parts.append(more.expand(self.positions.shape[0], -1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """One image, encoded: one row a True flag of its placeholder range.
+
+    Attributes:
+        rows: [num_embeds, W], what takes the place of the token embeddings. Owns its storage.
+        extra: Further rows by name, e.g. "deepstack" [layers, num_embeds, W]; sliced along their
+            second-last dimension exactly as `rows` is.
+    """
+
+    rows: torch.Tensor
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def nbytes(self) -> int:
+        """Bytes of storage held."""
+        return sum(t.numel() * t.element_size() for t in (self.rows, *self.extra.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlacement:
+    """Rows first..first+len(targets)-1 of one image go to `targets`, indices into the packed batch.
+
+    Attributes:
+        image: The encoded image. first: Its first row that this batch needs. targets: int64 [n].
+    """
+
+    image: ImageRows
+    first: int
+    targets: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInput:
+    """Whose tokens one sequence of a packed batch are, for models that keep state of their own.
+
+    Attributes:
+        request_id: Unique among living requests. prompt: Its whole prompt.
+        start: Tokens already computed before this batch; 0 means from the beginning, whatever was before.
+    """
+
+    request_id: str
+    prompt: ProcessedPrompt
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Everything one forward pass reads.
+
+    Attributes:
+        token_ids: int64 [T]. At image positions the id is whatever the prompt has; the model must not look it up.
+        positions: int64 [P, T].
+        placements: Image rows and where they go; together they cover every image position of the batch.
+        attention: Metadata for the attention backend.
+        logit_indices: int64 [M], packed indices whose logits are wanted.
+        sequences: One entry a sequence, in packed order; may be empty unless the model `needs_sequences`.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    placements: tuple[RowPlacement, ...]
+    attention: AttentionMetadata
+    logit_indices: torch.Tensor
+    sequences: tuple[SequenceInput, ...] = ()
+
+
+class Model(Protocol):
+    """A loaded model, ready for packed batches over a paged cache."""
+
+    vocab_size: int
+    """Width of the logits, V."""
+    forbidden_token_ids: tuple[int, ...]
+    """Ids that are never sampled: placeholders and padded vocabulary."""
+    max_position: int | None
+    """Most tokens a sequence may have, if the model's config says."""
+
+    needs_sequences: bool
+    """Whether `forward` reads `PackedBatch.sequences`, and `release` must be called for requests that end."""
+
+    def cache_spec(self) -> CacheSpec:
+        """The cache that the engine must provide."""
+        ...
+
+    def bind_cache(self, caches: Sequence[LayerCache]) -> None:
+        """Take the cache tensors, one per entry of `cache_spec().layers`, before the first forward."""
+        ...
+
+    def plan(self, prompt: ProcessedPrompt) -> PromptPlan:
+        """Positions and both-way spans of a whole prompt. Raises RequestError if it can not run."""
+        ...
+
+    def encode(self, images: Sequence[ImageItem]) -> list[ImageRows | Exception]:
+        """Encode each image by itself; an image that fails yields its error and harms no other."""
+        ...
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits float32 [M, V] of `batch.logit_indices`, after the model's own scale and caps."""
+        ...
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """These requests are over or preempted: let go of what is kept of them. Unknown ids are no error."""
+        ...
+
+    def describe(self) -> Mapping[str, object]:
+        """What was loaded, and which paths were chosen and why; JSON-friendly."""
+        ...

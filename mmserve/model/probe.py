@@ -1,0 +1,238 @@
+"""What each attention layer really asks for, read from one trial run instead of from its config.
+
+A made-up prompt of thirteen tokens with two images runs once through the loaded model, with an attention
+function that only takes notes and a mask function that always builds the full mask::
+
+    position   0 1 2 3 4 5 6 7 8 9 .. 12
+    token      t t I I I I I I t t J J t
+
+Each layer shows its heads, sizes, scale, cap and window by the arguments it passes, and its rule by the
+mask it is given. The mask must equal one that an `AttentionSpec` can say (causal, window, chunk, both
+ways in each image, both ways in the whole prompt); a layer whose mask does not is refused, rather than
+served by a guess. Windows and chunks are set to 4 while the masks are built, so that they show, and so
+does what a window does to an image longer than it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from mmserve.attention.interface import AttentionSpec
+from mmserve.attention.masks import visible
+from mmserve.errors import UnsupportedModelError
+from mmserve.model.spans import SpanRule, each_image, no_spans, whole_prompt
+from mmserve.model.text_attention import route
+from processors.types import ImageItem, PlaceholderRange, ProcessedPrompt
+
+__all__ = ["AttentionProfile", "probe_attention"]
+
+_NAME = "mmserve_probe"
+_SMALL = 4
+_LENGTH = 13
+_IMAGES = (PlaceholderRange(2, 6), PlaceholderRange(10, 2))
+_PROMPT = ProcessedPrompt(
+    token_ids=(0,) * _LENGTH, images=tuple(ImageItem(f"{i}", range, {}, (1, 1)) for i, range in enumerate(_IMAGES))
+)
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Arguments of an attention call that change nothing in inference, or that the mask says."""
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+"""Layers of other kinds may change their rule after the prompt, which a trial prompt does not show."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProfile:
+    """The attention layers of a text model in the order they run, and which parts of a prompt attend both ways."""
+
+    specs: Mapping[nn.Module, AttentionSpec]
+    span_rule: SpanRule
+
+
+@dataclass(slots=True)
+class _Call:
+    """One layer's call: its spec as far as its arguments say it, and its mask [T, T]."""
+
+    spec: AttentionSpec
+    mask: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Notes:
+    """The keyword argument of a trial run: each layer's call, and the distinct keys, one a cache.
+
+    A layer that is handed the very keys of an earlier one shares its cache (Gemma 3n).
+    """
+
+    calls: dict[nn.Module, _Call] = field(default_factory=dict)
+    keys: list[torch.Tensor] = field(default_factory=list)
+    text_inputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def probe_attention(model: Any) -> AttentionProfile:
+    """Run the trial on a loaded model, which is left as it was.
+
+    Raises:
+        UnsupportedModelError: A layer's mask or arguments are not among those that a spec can say, or the
+            layers do not go through transformers' attention interface.
+    """
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_KINDS
+    if kinds:
+        raise UnsupportedModelError(f"{type(model).__name__} has layers of kind {', '.join(sorted(kinds))}")
+    AttentionInterface.register(_NAME, _take_notes)
+    AttentionMaskInterface.register(_NAME, _full_mask)
+    before = route(model, _NAME)
+    try:
+        profile = _match(model, _trial(model, image_types=1), (no_spans, each_image))
+        if profile is None:
+            # PaliGemma's prefix is what has type 0, images included.
+            profile = _match(model, _trial(model, image_types=0), (whole_prompt,))
+    finally:
+        model.set_attn_implementation(before)
+    if profile is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} attends by a mask that is neither causal, windowed, chunked, nor both ways "
+            "within images or the prompt"
+        )
+    return profile
+
+
+@torch.inference_mode()
+def _trial(model: Any, image_types: int) -> dict[nn.Module, _Call]:
+    device = model.get_input_embeddings().weight.device
+    types = torch.zeros(1, _LENGTH, dtype=torch.long, device=device)
+    for range in _IMAGES:
+        types[0, range.offset : range.end] = image_types
+    accepted = inspect.signature(model.forward).parameters
+    extra = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
+    notes = _Notes()
+    with _small_windows(model):
+        model(
+            inputs_embeds=model.get_input_embeddings()(torch.zeros_like(types)),
+            position_ids=torch.arange(_LENGTH, device=device)[None],
+            use_cache=False,
+            paged=notes,
+            **extra,
+        )
+    expected = model.config.get_text_config().num_hidden_layers
+    if len(notes.calls) != expected:
+        raise UnsupportedModelError(
+            f"{len(notes.calls)} of the {expected} text layers of {type(model).__name__} go through the attention "
+            "interface; the others keep state of another kind"
+        )
+    return notes.calls
+
+
+@contextmanager
+def _small_windows(model: Any) -> Iterator[None]:
+    """Windows and chunks of 4 while masks are built; layers keep the size that they read at construction.
+
+    Set on every config that a module holds: a text model may have been given a copy of the outer one's.
+    """
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    sizes = [
+        (config, name, getattr(config, name))
+        for config in configs.values()
+        for name in ("sliding_window", "attention_chunk_size")
+        if isinstance(getattr(config, name, None), int)
+    ]
+    try:
+        for config, name, _ in sizes:
+            setattr(config, name, _SMALL)
+        yield
+    finally:
+        for config, name, size in sizes:
+            setattr(config, name, size)
+
+
+def _full_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """transformers' boolean mask, built even where a kernel would not need it."""
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    mask: torch.Tensor = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+def _take_notes(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    paged: _Notes | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Notes the call and answers zeros [1, T, H, Dv]."""
+    name = type(module).__name__
+    if paged is None:
+        raise UnsupportedModelError(f"the model does not hand keyword arguments down to {name}")
+    unknown = sorted(key for key, given in kwargs.items() if given is not None and key not in _HARMLESS)
+    if unknown:
+        raise UnsupportedModelError(f"{name} gives its attention {', '.join(unknown)}, which no backend knows")
+    if attention_mask is None or attention_mask.shape != (1, 1, _LENGTH, _LENGTH):
+        raise UnsupportedModelError(f"{name} builds its mask in a way of its own")
+    cache = next((i for i, known in enumerate(paged.keys) if known is key), len(paged.keys))
+    if cache == len(paged.keys):
+        paged.keys.append(key)
+    spec = AttentionSpec(
+        layer=cache,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_size=query.shape[-1],
+        value_size=value.shape[-1],
+        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window,
+        soft_cap=softcap,
+    )
+    mask = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
+    paged.calls[module] = _Call(spec, mask[0, 0])
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _match(model: Any, calls: Mapping[nn.Module, _Call], rules: tuple[SpanRule, ...]) -> AttentionProfile | None:
+    """The first rule under which every layer's mask is one that a spec can say."""
+    for rule in rules:
+        specs = {module: _matching_spec(model, call, rule) for module, call in calls.items()}
+        found = {module: spec for module, spec in specs.items() if spec is not None}
+        if len(found) == len(calls):
+            return AttentionProfile(found, rule)
+    return None
+
+
+def _matching_spec(model: Any, call: _Call, rule: SpanRule) -> AttentionSpec | None:
+    """The layer's spec with its real window or chunk, if its mask is the one that spec makes."""
+    text_config = model.config.get_text_config()
+    positions = torch.arange(_LENGTH, device=call.mask.device)
+    for window, chunk, cuts in itertools.product((None, _SMALL), (None, _SMALL), (False, True)):
+        trial = replace(call.spec, window=window, chunk=chunk, window_cuts_spans=cuts)
+        if torch.equal(call.mask, visible(positions, positions, trial, rule(_PROMPT))):
+            return replace(
+                trial,
+                window=text_config.sliding_window if window else None,
+                chunk=text_config.attention_chunk_size if chunk else None,
+            )
+    return None

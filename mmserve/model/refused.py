@@ -1,0 +1,19 @@
+"""Architectures of the image+text mapping that make no text from an image and a text: refused by name."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["REFUSED"]
+
+REFUSED: Final[dict[str, str]] = {
+    "diffusion_gemma": "it writes by block diffusion, not token after token",
+    "evolla": "it describes proteins, not images",
+    "instructblipvideo": "it takes videos, not images",
+    "pi0": "it gives robot actions, not text",
+    "pix2struct": "it has no text prompt: its question is drawn into the picture",
+    "pp_formulanet": "it has no text prompt: it turns a picture into a formula",
+    "udop": "it takes words with their boxes on a page, not a text prompt",
+    "vision-encoder-decoder": "it has no text prompt: it captions or transcribes a picture",
+}
+"""model_type -> why."""

@@ -1,0 +1,52 @@
+"""From what a user names a model by, to a folder that holds it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mmserve.errors import ModelNotFoundError
+
+__all__ = ["resolve_model_folder"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+
+
+def resolve_model_folder(model: str | Path, revision: str | None = None) -> Path:
+    """The local folder of `model`: a folder as it is, a hub id through the hub's own cache.
+
+    Raises:
+        ModelNotFoundError: There is no such folder, it holds no config.json, or the hub does not give it.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelNotFoundError(
+                f"{str(folder)!r} holds no config.json: name the folder that save_pretrained() wrote"
+            )
+        return folder
+    if folder.exists():
+        raise ModelNotFoundError(f"{str(folder)!r} is a file: name the model's folder, the one with config.json")
+    name = str(model)
+    if not _HUB_ID.fullmatch(name):
+        raise ModelNotFoundError(f"there is no folder {name!r}, and it is not a hub id (owner/name) either")
+    return _from_hub(name, revision)
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
+    except LocalEntryNotFoundError:
+        reason = "it is not in the local hub cache and the hub can not be reached"
+    except HfHubHTTPError as error:
+        reason = f"the hub answered: {str(error).splitlines()[0][:200]}"
+    except (HFValidationError, OSError) as error:
+        reason = f"the hub can not be asked: {str(error).splitlines()[0][:200]}"
+    raise ModelNotFoundError(
+        f"no folder {name!r} here, and as a hub id {reason}. Give the path of a downloaded model folder, "
+        f"or download it once where there is a network (hf download {name})"
+    )

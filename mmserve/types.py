@@ -1,0 +1,344 @@
+"""What a user hands in and gets back: pydantic types that refuse unknown fields and round-trip through JSON."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, WithJsonSchema, field_serializer, field_validator, model_validator
+
+from mmserve.schema import Schema
+
+__all__ = [
+    "Content",
+    "FinishReason",
+    "GenerationOutput",
+    "GenerationRequest",
+    "ImageInput",
+    "ImagePart",
+    "Logprob",
+    "Message",
+    "Metrics",
+    "SamplingParams",
+    "StreamDelta",
+    "TextPart",
+    "TokenLogprobs",
+    "Usage",
+]
+
+MAX_LOGPROBS = 100
+"""Most alternatives a position that can be asked for."""
+
+ImageSource: TypeAlias = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "string",
+            "description": "A file path, an http(s) URL, or a data URL. In Python also bytes, a file object, a PIL "
+            "image, a numpy array or a torch tensor; these become a data URL in JSON.",
+        }
+    ),
+]
+
+
+class ImageInput(Schema):
+    """One image and, if the caller has one, its identity."""
+
+    source: ImageSource
+    uuid: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="Caller's own id of this exact picture, in place of a hash of its pixels: "
+        "equal ids must mean equal pictures.",
+    )
+
+    @field_validator("source")
+    @classmethod
+    def _present(cls, source: Any) -> Any:
+        if source is None or (isinstance(source, str) and not source.strip()):
+            raise ValueError("an image needs a path, URL, bytes, or a picture in memory")
+        return source
+
+    @field_serializer("source", when_used="json")
+    def _source_as_string(self, source: Any) -> str:
+        return _source_to_string(source)
+
+
+def _source_to_string(source: Any) -> str:
+    """A path or URL as it is; anything else as a data URL (pictures in memory as lossless PNG of their RGB pixels)."""
+    if isinstance(source, (str, Path)):
+        return str(source)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return _data_url("application/octet-stream", bytes(source))
+    import io
+
+    from processors import load_image
+
+    buffer = io.BytesIO()
+    load_image(source).save(buffer, format="PNG")
+    return _data_url("image/png", buffer.getvalue())
+
+
+def _data_url(media_type: str, payload: bytes) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(payload).decode('ascii')}"
+
+
+class TextPart(Schema):
+    """A piece of text in a message. An image token of the model typed in here stays text."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ImagePart(Schema):
+    """A picture in a message, at the place where it stands.
+
+    Accepts `{"type": "image", "image": source}` and OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`,
+    whose URL is http(s) or data: never a local path.
+    """
+
+    type: Literal["image"] = "image"
+    image: ImageInput
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_openai(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        value = dict(value)
+        if value.get("type") == "image_url" or "image_url" in value:
+            value.update(type="image", image=_linked(value.pop("image_url", None)))
+        if "image" in value:
+            value["image"] = as_image_input(value["image"])
+        return value
+
+
+def _linked(link: Any) -> str:
+    """The URL of an `image_url` part. Such parts often come from elsewhere, so a bare path must not open a file."""
+    if isinstance(link, dict):
+        unknown = set(link) - {"url", "detail"}
+        if unknown or link.get("detail", "auto") != "auto":
+            raise ValueError(f"image_url takes 'url' (and detail='auto'), not {sorted(link)}")
+        link = link.get("url")
+    if not isinstance(link, str) or not link.lower().startswith(("http://", "https://", "data:")):
+        raise ValueError(
+            "image_url takes an http(s) or data URL; a local file goes as {'type': 'image', 'image': path}"
+        )
+    return link
+
+
+def as_image_input(value: Any) -> Any:
+    """Wrap a bare source; leave an `ImageInput`, or its JSON form, alone."""
+    if isinstance(value, ImageInput) or (isinstance(value, dict) and "source" in value):
+        return value
+    return {"source": value}
+
+
+Content: TypeAlias = str | list[TextPart | ImagePart]
+"""What a message says: a string, or text and image parts in order."""
+
+
+class Message(Schema):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Content
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _typed_parts(cls, content: Any) -> Any:
+        if not isinstance(content, (list, tuple)):
+            return content
+        return [_as_part(part) for part in content]
+
+
+def _as_part(part: Any) -> Any:
+    """Choose the part's class by its `type`, so that an error speaks of that class alone."""
+    if isinstance(part, str):
+        return TextPart(text=part)
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    if kind == "text":
+        return TextPart(**part)
+    if kind in ("image", "image_url"):
+        return ImagePart(**part)
+    raise ValueError(f"a content part has type 'text', 'image' or 'image_url', not {kind!r}")
+
+
+class SamplingParams(Schema):
+    """How tokens are chosen. A field left at None takes the model's own generation config, shown by `describe()`."""
+
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens to generate. None: the model's generation config, else 256.",
+    )
+    min_tokens: int = Field(default=0, ge=0, description="No end token or stop string ends the text before this many.")
+    temperature: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=100.0,
+        description="0 is greedy. None: the model's own; greedy if it does not sample.",
+    )
+    top_k: int | None = Field(default=None, ge=0, description="Sample from the k likeliest tokens; 0: from all.")
+    top_p: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=1.0,
+        description="Sample from the likeliest tokens that hold this probability.",
+    )
+    min_p: float | None = Field(
+        default=None, ge=0.0, le=1.0, description="Drop tokens less likely than min_p times the likeliest."
+    )
+    repetition_penalty: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=100.0,
+        description="Divide (or multiply, if negative) logits of prompt and output tokens.",
+    )
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, description="Subtract from tokens already generated.")
+    frequency_penalty: float = Field(
+        default=0.0, ge=-2.0, le=2.0, description="Subtract, times the count, from tokens already generated."
+    )
+    logit_bias: dict[int, float] = Field(default_factory=dict, description="Token id -> number added to its logit.")
+    bad_words: tuple[str, ...] = Field(default=(), description="Strings whose token sequences are never completed.")
+    allowed_token_ids: tuple[int, ...] | None = Field(
+        default=None, min_length=1, description="Sample only from these ids."
+    )
+    stop: tuple[str, ...] = Field(default=(), description="Strings that end the text; never part of it.")
+    stop_token_ids: tuple[int, ...] = Field(default=(), description="Ids that end the text, besides the model's own.")
+    ignore_eos: bool = Field(default=False, description="Go on past the model's own end tokens.")
+    seed: int | None = Field(
+        default=None, ge=0, lt=2**63, description="The same answer each time, whatever else is in the batch."
+    )
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Report each token's log-probability and that of this many likeliest. None: no report.",
+    )
+
+    @field_validator("stop", "bad_words", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop", "bad_words")
+    @classmethod
+    def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if any(not text for text in value):
+            raise ValueError("an empty string is never a stop string or a bad word")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SamplingParams:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        return self
+
+
+class GenerationRequest(Schema):
+    """One request: either a `prompt` with `images`, or `messages` that hold their own.
+
+    A plain prompt becomes one user turn through the model's chat template, images first. With `raw=True` it
+    is taken verbatim, with the model's own image tokens (or `<image>` marks).
+    """
+
+    prompt: str | None = Field(default=None, description="The question. Not together with messages.")
+    images: tuple[ImageInput, ...] = Field(default=(), description="The prompt's pictures, in order.")
+    messages: tuple[Message, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="A conversation with pictures inside. Not together with prompt or images.",
+    )
+    raw: bool = Field(default=False, description="Take the prompt verbatim, without the chat template.")
+    sampling: SamplingParams = Field(default_factory=SamplingParams)
+    processor_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of the model's own processor for this request (max_pixels, ...).",
+    )
+    priority: int = Field(default=0, description="Lower runs sooner; equal ones in order of arrival.")
+    timeout: float | None = Field(default=None, gt=0.0, description="Seconds until the request is given up.")
+
+    @field_validator("images", mode="before")
+    @classmethod
+    def _wrap_images(cls, images: Any) -> Any:
+        if images is None:
+            return ()
+        if isinstance(images, (list, tuple)):
+            return tuple(as_image_input(image) for image in images)
+        return (as_image_input(images),)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> GenerationRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either a prompt or messages")
+        if self.messages is not None and (self.images or self.raw):
+            raise ValueError("messages hold their own images and go through the template: no images=, no raw=True")
+        if self.prompt is not None and not self.prompt.strip() and not self.images:
+            raise ValueError("an empty prompt needs at least one image")
+        return self
+
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+"""stop: an end token or a stop string; length: max_tokens reached."""
+
+
+class Logprob(Schema):
+    """One token and its log-probability (natural logarithm)."""
+
+    token_id: int
+    logprob: float
+    text: str = ""
+
+
+class TokenLogprobs(Schema):
+    """A generated token and the likeliest ones in its place, likeliest first."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...] = ()
+
+
+class Usage(Schema):
+    """Tokens counted on the expanded prompt; `image_tokens` and `cached_tokens` are parts of `prompt_tokens`."""
+
+    prompt_tokens: int = Field(ge=0)
+    image_tokens: int = Field(ge=0, description="Prompt tokens that stand for images, structural ones included.")
+    cached_tokens: int = Field(ge=0, description="Prompt tokens whose keys and values were already in the cache.")
+    completion_tokens: int = Field(ge=0)
+
+
+class Metrics(Schema):
+    """Times of one request, in seconds."""
+
+    preprocess: float = Field(ge=0.0, description="Reading the images and building the prompt.")
+    queue: float = Field(ge=0.0, description="From ready to first scheduled.")
+    encode: float = Field(ge=0.0, description="In the vision tower, for this request's own images.")
+    first_token: float = Field(ge=0.0, description="From the call to the first token.")
+    per_token: float | None = Field(
+        default=None, ge=0.0, description="Mean after the first token; None if there was one."
+    )
+    total: float = Field(ge=0.0, description="From the call to the last token.")
+
+
+class GenerationOutput(Schema):
+    """The answer. `token_ids` are the generated ones, an end token included if it was generated."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    metrics: Metrics
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    request_id: str = ""
+
+
+class StreamDelta(Schema):
+    """New text of a stream; the deltas' texts add up to the output's text. The last one has the `output`."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    output: GenerationOutput | None = None

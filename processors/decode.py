@@ -1,0 +1,136 @@
+"""Encoded bytes or a PIL image -> one upright, fully decoded, 8-bit RGB picture.
+
+Of animations and multi-page files (GIF, WebP, TIFF, APNG) the first frame is taken.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from typing import TYPE_CHECKING
+
+from processors.errors import MediaError, shorten
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = ["decode_image", "upright_rgb"]
+
+_EXIF_ORIENTATION = 0x0112
+_BROKEN = (
+    OSError, ValueError, SyntaxError, struct.error, EOFError, LookupError, TypeError, OverflowError, RuntimeError,
+    Warning,
+)  # fmt: skip
+"""What Pillow's decoders raise on damaged files (they parse with plain indexing and struct; warnings may be errors)."""
+
+_PNG_START = b"\x89PNG\r\n\x1a\n"
+_PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
+
+
+def decode_image(data: bytes, background: tuple[int, int, int], max_pixels: int, name: str) -> Image.Image:
+    """Decode `data` completely. `name` says in error messages what was decoded.
+
+    Raises:
+        MediaError: Empty, no image, damaged, cut off, or more than `max_pixels`.
+    """
+    from PIL import Image
+
+    if not data:
+        raise MediaError(f"{name} is empty (0 bytes)")
+    if data.startswith(_PNG_START) and _PNG_END not in data:
+        raise MediaError(f"{name} is cut off: its PNG end mark is missing")
+    try:
+        image = Image.open(io.BytesIO(data))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        # Pillow's own guard, which looks before we can and which the application may have set.
+        raise MediaError(f"{name} is too large: {shorten(str(error), 150)}") from error
+    except Image.UnidentifiedImageError as error:
+        raise MediaError(f"{name} is no image that Pillow can read (it starts with {shorten(data[:16])})") from error
+    except _BROKEN as error:
+        raise MediaError(f"{name} is damaged: {shorten(str(error))}") from error
+    return upright_rgb(image, background, max_pixels, name)
+
+
+def upright_rgb(image: Image.Image, background: tuple[int, int, int], max_pixels: int, name: str) -> Image.Image:
+    """A new picture: orientation applied once, alpha composited on `background`, RGB; `image` stays as it was.
+
+    Raises:
+        MediaError: Over `max_pixels`, no pixels, damaged, or a mode without a known meaning.
+    """
+    if image.width < 1 or image.height < 1:
+        raise MediaError(f"{name} has no pixels ({image.width}x{image.height})")
+    if image.width * image.height > max_pixels:
+        raise MediaError(
+            f"{name} is {image.width}x{image.height}, {image.width * image.height} pixels, "
+            f"over the limit of {max_pixels} (max_pixels)"
+        )
+    try:
+        image.load()
+        picture = _to_rgb(_upright(image), background, name)
+    except _BROKEN as error:
+        raise MediaError(f"{name} is damaged or cut off: {shorten(str(error))}") from error
+    picture.info = {}  # the orientation tag lives here: whoever reads the picture next would turn it once more
+    return picture
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Apply the EXIF orientation; a tag that can not be read means none."""
+    from PIL import Image
+
+    turns = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
+    }
+    try:
+        orientation = image.getexif().get(_EXIF_ORIENTATION)
+    except _BROKEN:
+        return image
+    turn = turns.get(orientation) if isinstance(orientation, int) else None
+    return image if turn is None else image.transpose(turn)
+
+
+def _to_rgb(image: Image.Image, background: tuple[int, int, int], name: str) -> Image.Image:
+    from PIL import Image
+
+    if image.mode.startswith("I") or image.mode == "F":
+        return _deep_grey(image, background, name)
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        straight = image.convert("LA") if image.mode == "La" else image
+        below = Image.new("RGBA", image.size, (*background, 255))
+        return Image.alpha_composite(below, straight.convert("RGBA")).convert("RGB")
+    if image.mode in ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"):
+        rgb = image.convert("RGB")
+        return rgb.copy() if rgb is image else rgb
+    raise MediaError(f"{name} has the mode {image.mode!r}, whose meaning as a picture is not known")
+
+
+def _deep_grey(image: Image.Image, background: tuple[int, int, int], name: str) -> Image.Image:
+    """Grey of 16 or 32 bits, or floats, brought to 8 bits.
+
+    I;16 has its whole range: 65535 is white. I and F do not say theirs, so it is the smallest that holds all values:
+    0..1 (F), 0..255 or 0..65535.
+    """
+    import numpy
+    from PIL import Image
+
+    values = numpy.asarray(image.convert("I") if image.mode.startswith("I;16") else image, dtype=numpy.float64)
+    if not numpy.isfinite(values).all():
+        raise MediaError(f"{name} holds values that are not finite")
+    low, high = float(values.min()), float(values.max())
+    if low < 0 or high > 65535:
+        raise MediaError(f"{name} holds grey values from {low:g} to {high:g}, outside of 0..65535")
+    if image.mode.startswith("I;16") or high > 255:
+        white = 65535.0
+    else:
+        white = 1.0 if image.mode == "F" and high <= 1.0 else 255.0
+    grey = numpy.rint(values * (255.0 / white)).astype(numpy.uint8)
+    picture = numpy.repeat(grey[:, :, None], 3, axis=2)
+    clear = image.info.get("transparency")
+    if isinstance(clear, int):
+        picture[values == clear] = background
+    return Image.fromarray(picture)

@@ -1,0 +1,138 @@
+"""One image through the model's own processor: its tensors, and the text that stands for it in the prompt.
+
+Each image is processed alone. Its tensors then can not depend on a neighbour (no padding to the largest picture of
+the call, no leading prompt dimension to take apart), so there is nothing to split, equal images are processed once,
+and images of a prompt can be processed side by side. That the ids put together from the parts are those of the
+processor's own call over the whole prompt is checked when a processor is loaded.
+
+One family treats an image among others differently from an image alone (`Family.company`): such an image is processed
+with a copy of itself beside it, and its half of the outputs is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from processors.errors import OptionError, ProcessorError, UnsupportedProcessorError, shorten
+from processors.families import Family
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+__all__ = ["CALL_ERRORS", "TEXT_OUTPUTS", "Expansion", "ImageExpander"]
+
+TEXT_OUTPUTS = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "text_replacement_offsets",
+        "offset_mapping",
+        "special_tokens_mask",
+    }
+)
+"""Outputs that belong to the text of a prompt, in every family."""
+
+CALL_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError, OSError)
+"""What processors raise on pictures, options and prompts that they were not written for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """One processed image: the text that stands for it, and its tensors."""
+
+    text: str
+    tensors: Mapping[str, torch.Tensor]
+
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+class ImageExpander:
+    """Calls a Hugging Face processor with one image at a time.
+
+    The call always has the same text settings, so the processor's tokenizer is never reconfigured between calls.
+    """
+
+    def __init__(self, processor: Any, family: Family) -> None:
+        self._processor = processor
+        self._family = family
+        self._name = type(processor).__name__
+        token = str(getattr(processor, family.image_token))
+        before, after = (str(getattr(processor, name)) for name in family.enclosed) if family.enclosed else ("", "")
+        self.image_text = f"{before}{token}{after}"
+        """The least text that the processor takes for one image."""
+        self.company = family.company
+        """Whether an image among others is processed in another way than an image alone."""
+
+    def call(self, text: str, images: Sequence[Image.Image], options: Mapping[str, object]) -> Mapping[str, Any]:
+        """The processor's own call for one prompt."""
+        outputs = self._processor(
+            text=[text],
+            images=[list(images)] if self._family.nested_images else list(images),
+            padding=False,
+            return_tensors="pt",
+            return_mm_token_type_ids=True,
+            return_text_replacement_offsets=True,
+            **self._family.call_options,
+            **options,
+        )
+        assert isinstance(outputs, Mapping)
+        return outputs
+
+    def expand(self, image: Image.Image, options: Mapping[str, object], alone: bool = True) -> Expansion:
+        """Process one upright RGB picture; `alone`: it is the only one of its prompt.
+
+        Raises:
+            OptionError: The processor refuses it with these options.
+            ProcessorError: The processor can not process a picture of this size.
+            UnsupportedProcessorError: Its outputs have a form that is not known.
+        """
+        copies = 1 if alone or not self._family.company else 2
+        try:
+            outputs = self.call(self.image_text * copies, [image] * copies, options)
+        except CALL_ERRORS as error:
+            kind = OptionError if options else ProcessorError
+            given = f" with the options {shorten(dict(options))}" if options else ""
+            raise kind(
+                f"{self._name} can not process an image of {image.width}x{image.height}{given}: "
+                f"{shorten(str(error), 200)}"
+            ) from error
+        text = self._replacement(outputs)
+        if not text:
+            raise ProcessorError(f"{self._name} makes no tokens of an image of {image.width}x{image.height}")
+        tensors = {name: self._own_part(name, value, copies) for name, value in self._image_outputs(outputs)}
+        return Expansion(text, tensors)
+
+    def _replacement(self, outputs: Mapping[str, Any]) -> str:
+        if self._family.replacement is not None:
+            return self._family.replacement(self._processor, outputs)
+        offsets = outputs.get("text_replacement_offsets")
+        if not offsets or not offsets[0]:
+            raise UnsupportedProcessorError(f"{self._name} does not report the text that it puts in an image's place")
+        return str(offsets[0][0]["replacement"])
+
+    def _image_outputs(self, outputs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        """The outputs that do not belong to the text, as tensors."""
+        import torch
+
+        found = []
+        for name, value in outputs.items():
+            if name in TEXT_OUTPUTS or name in self._family.dropped_outputs:
+                continue
+            if isinstance(value, list) and all(isinstance(item, int) for item in value):
+                value = torch.tensor(value)
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedProcessorError(f"{self._name} returns {name!r} as a {type(value).__name__}")
+            found.append((name, value))
+        return found
+
+    def _own_part(self, name: str, value: torch.Tensor, copies: int) -> torch.Tensor:
+        if copies == 1 or value.shape[0] != copies:
+            return value
+        return value[:1].clone()

@@ -1,0 +1,50 @@
+"""The form of a family's entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from processors.chat import Segment
+
+__all__ = ["Family"]
+
+Layout = Callable[[Any, Sequence[Segment]], list[Segment]]
+"""(processor, segments with the images' texts put in) -> the segments that the processor tokenises."""
+
+Replacement = Callable[[Any, Mapping[str, Any]], str]
+"""(processor, outputs for one image) -> the text that stands for the image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What must be known of a processor class that its outputs do not tell. The defaults fit most.
+
+    Attributes:
+        image_token: The attribute of the processor that holds the token which marks an image in a prompt.
+        nested_images: Images go in as one list a prompt, `[[image]]`; otherwise flat, `[image]`.
+        call_options: Options of every call, which a request can not set.
+        declares_counts: Whether the number of tokens that the processor declares for a size can be believed.
+        enclosed: Attributes of the tokens that must stand right before and after an image token; none for most.
+        replacement: How the text that stands for an image is found; None: the processor reports it.
+        numbered: (processor, text of an image, its index in the prompt) -> the text; None: the index changes nothing.
+        company: Whether an image among others is processed in another way than an image alone.
+        layout: What the processor does to a prompt's text beyond expanding image tokens.
+        dropped_outputs: Outputs that no model reads while it generates, e.g. training labels.
+        needs_image: Text alone is refused by the processor.
+        refused: Why this processor can not be used; None if it can.
+    """
+
+    image_token: str = "image_token"
+    nested_images: bool = True
+    call_options: Mapping[str, object] = field(default_factory=dict)
+    declares_counts: bool = True
+    enclosed: tuple[str, str] | None = None
+    replacement: Replacement | None = None
+    numbered: Callable[[Any, str, int], str] | None = None
+    company: bool = False
+    layout: Layout | None = None
+    dropped_outputs: tuple[str, ...] = ()
+    needs_image: bool = False
+    refused: str | None = None

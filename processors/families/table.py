@@ -1,0 +1,63 @@
+"""Processor class -> what is different about it. A class that is not here has nothing of its own."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from processors.families import framing, idefics2, numbering
+from processors.families.spec import Family
+
+__all__ = ["FAMILIES", "family_of"]
+
+_NUMBERED = Family(numbered=numbering.renumber)
+_CHANNELS_LAST = MappingProxyType({"input_data_format": "channels_last"})
+"""For image processors that would take a picture of one column for one of one channel."""
+_ENCODER_DECODER = Family(refused="an encoder-decoder: images go to its encoder, not into a prompt of token ids")
+_NO_PLACE = Family(refused="its images have no place among the prompt's tokens")
+
+FAMILIES = MappingProxyType(
+    {
+        "Blip2Processor": Family(
+            refused="it puts image tokens in front of the beginning-of-sequence token, outside of the prompt's text"
+        ),
+        "BlipProcessor": _NO_PLACE,
+        "ChameleonProcessor": Family(layout=framing.end_with_separator),
+        "Emu3Processor": Family(layout=framing.begin_with_bos, call_options=_CHANNELS_LAST),
+        "EvollaProcessor": Family(refused="it takes proteins, not images"),
+        "Florence2Processor": _ENCODER_DECODER,
+        "Gemma3Processor": Family(declares_counts=False),  # knows nothing of pan-and-scan crops
+        "GitProcessor": _NO_PLACE,
+        "GotOcr2Processor": Family(nested_images=False, needs_image=True),
+        "HunYuanVLProcessor": Family(enclosed=("image_start_token", "image_end_token")),
+        "Idefics2Processor": Family(replacement=idefics2.replacement, layout=idefics2.share_boundaries),
+        "IdeficsProcessor": Family(refused="it interleaves images by cross attention, without placeholder tokens"),
+        "InstructBlipProcessor": Family(
+            refused="it puts image tokens in front of the beginning-of-sequence token, outside of the prompt's text"
+        ),
+        "InstructBlipVideoProcessor": Family(refused="it takes videos, not images"),
+        "JanusProcessor": Family(layout=framing.begin_with_system_prompt),
+        "Kosmos2Processor": Family(refused="it marks images by a position mask, without placeholder tokens"),
+        "Kosmos2_5Processor": Family(refused="it marks images by a position mask, without placeholder tokens"),
+        "LlavaOnevisionProcessor": Family(company=True),
+        "MiniCPMOcrProcessor": _NUMBERED,
+        "MiniCPMV4_6Processor": _NUMBERED,
+        "MiniCPMV4_7Processor": _NUMBERED,
+        "MllamaProcessor": Family(refused="its images are read by cross attention, not through rows in the prompt"),
+        "Molmo2Processor": Family(layout=framing.begin_with_bos),
+        "PI0Processor": Family(refused="a robot policy: it makes actions, not text"),
+        "PPChart2TableProcessor": _NO_PLACE,
+        "PPFormulaNetProcessor": _ENCODER_DECODER,
+        "PaliGemmaProcessor": Family(layout=framing.bos_behind_images, dropped_outputs=("labels",), needs_image=True),
+        "Pix2StructProcessor": _ENCODER_DECODER,
+        "QianfanOCRProcessor": Family(image_token="image_placeholder_token"),
+        "ShieldGemma2Processor": Family(refused="a safety classifier that writes its prompts itself"),
+        "UdopProcessor": _ENCODER_DECODER,
+        "VideoLlavaProcessor": Family(call_options=_CHANNELS_LAST),
+    }
+)
+"""Only what differs, and why what is refused is refused."""
+
+
+def family_of(processor_class: str) -> Family:
+    """The entry of a processor class, or the defaults."""
+    return FAMILIES.get(processor_class, Family())

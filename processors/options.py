@@ -1,0 +1,37 @@
+"""Which per-request options a processor takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from processors.errors import OptionError, shorten
+
+__all__ = ["OptionTable"]
+
+_OURS = frozenset({"return_tensors", "device", "data_format", "input_data_format", "disable_grouping"})
+"""Set by this layer for every request: where and in which layout the outputs are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionTable:
+    """The options that one processor takes for images."""
+
+    known: frozenset[str]
+
+    @classmethod
+    def of(cls, processor: Any) -> OptionTable:
+        """Read the typed dictionaries in which transformers declares them."""
+        declared = processor.valid_processor_kwargs.__annotations__["images_kwargs"].__annotations__
+        own = getattr(getattr(processor.image_processor, "valid_kwargs", None), "__annotations__", {})
+        return cls(frozenset({*declared, *own}) - _OURS)
+
+    def check(self, options: Mapping[str, object]) -> None:
+        """Raises OptionError naming the unknown options and listing the known."""
+        unknown = sorted(str(name) for name in options if name not in self.known)
+        if unknown:
+            shown = ", ".join(shorten(name, 60) for name in unknown[:5])
+            raise OptionError(
+                f"unknown processor options: {shown}; this processor takes: {', '.join(sorted(self.known))}"
+            )

@@ -1,0 +1,180 @@
+"""The public face over the demo model: forms of asking, streams, batches, threads, ending."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmserve import GenerationOutput, GenerationRequest, MMPipeline, SamplingParams
+from mmserve.demo.pictures import Shape, draw_shapes
+from mmserve.errors import PipelineClosedError, RequestAborted
+
+STAR = draw_shapes((Shape("star", "yellow", "top left"),))
+CIRCLE = draw_shapes((Shape("circle", "red", "right"),))
+QUESTION = "Describe the image."
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Iterator[MMPipeline]:
+    with MMPipeline(dtype="float32", num_blocks=128) as pipe:
+        yield pipe
+
+
+@pytest.fixture(scope="module")
+def expected(pipe: MMPipeline) -> GenerationOutput:
+    return pipe.generate(STAR, QUESTION)
+
+
+def _png(picture: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+FORMS = {
+    "PIL": lambda folder: STAR,
+    "path": lambda folder: folder / "star.png",
+    "str": lambda folder: str(folder / "star.png"),
+    "bytes": lambda folder: _png(STAR),
+    "file": lambda folder: io.BytesIO(_png(STAR)),
+    "numpy": lambda folder: np.asarray(STAR),
+    "torch": lambda folder: torch.from_numpy(np.array(STAR)).permute(2, 0, 1),
+    "data URL": lambda folder: GenerationRequest(prompt="x", images=[STAR]).model_dump(mode="json")["images"][0][
+        "source"
+    ],
+    "list": lambda folder: [STAR],
+    "tuple": lambda folder: (folder / "star.png",),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_an_image_gives_the_same_answer(
+    pipe: MMPipeline, expected: GenerationOutput, tmp_path: Path, form: str
+) -> None:
+    STAR.save(tmp_path / "star.png")
+    answer = pipe.generate(FORMS[form](tmp_path), QUESTION)
+    assert answer.token_ids == expected.token_ids
+    assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+
+
+def test_every_form_of_a_request_gives_the_same_answer(pipe: MMPipeline, expected: GenerationOutput) -> None:
+    request = GenerationRequest(prompt=QUESTION, images=[STAR])
+    turn = {"role": "user", "content": [{"type": "image", "image": STAR}, {"type": "text", "text": QUESTION}]}
+    raw = f"<|user|><image>{QUESTION}<end_of_utterance><|assistant|>"
+    for answer in (
+        pipe.generate(request),
+        pipe.generate(STAR, QUESTION, sampling=SamplingParams()),
+        pipe.generate(GenerationRequest.model_validate_json(request.model_dump_json())),
+        pipe.chat([turn]),
+        pipe.generate(STAR, raw, raw=True),
+        *pipe.generate_batch([request, {"prompt": QUESTION, "images": [STAR]}, (STAR, QUESTION)]),
+    ):
+        assert isinstance(answer, GenerationOutput)
+        assert answer.token_ids == expected.token_ids
+
+
+def test_usage_counts_the_expanded_prompt(pipe: MMPipeline) -> None:
+    none, one, two = (pipe.generate(images, "Hello?", max_tokens=1).usage for images in (None, STAR, [STAR, CIRCLE]))
+    assert none.image_tokens == 0
+    prompt = pipe.prepare((STAR, "Hello?"))
+    assert one.prompt_tokens == len(prompt.token_ids)
+    assert one.image_tokens == prompt.num_image_tokens > 64
+    assert two.image_tokens == 2 * one.image_tokens
+    assert one.completion_tokens == 1
+
+
+def test_a_second_question_about_the_same_picture_comes_from_the_caches(pipe: MMPipeline) -> None:
+    picture = draw_shapes((Shape("cross", "green", "bottom"),), 201, 199)
+    first = pipe.generate(picture, "Where is the cross?")
+    encoded = pipe.stats()["images_encoded"]
+    second = pipe.generate(picture, "What color is the cross?")
+    assert first.usage.cached_tokens == 0
+    assert second.usage.cached_tokens >= 256
+    assert pipe.stats()["images_encoded"] == encoded
+
+
+def test_deltas_add_up_and_the_last_one_has_the_output(pipe: MMPipeline, expected: GenerationOutput) -> None:
+    deltas = list(pipe.stream(STAR, QUESTION))
+    assert "".join(delta.text for delta in deltas) == expected.text
+    assert [delta.output is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert deltas[-1].output is not None
+    assert deltas[-1].output.token_ids == expected.token_ids
+    assert sum((delta.token_ids for delta in deltas), ()) == expected.token_ids
+
+
+def test_leaving_a_stream_aborts_it(pipe: MMPipeline) -> None:
+    stream = pipe.stream(STAR, QUESTION, max_tokens=500, ignore_eos=True)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    pipe.generate(STAR, QUESTION)
+    assert pipe.stats()["running"] == 0
+
+
+def test_sampling_with_a_seed_is_the_same_in_any_company(pipe: MMPipeline) -> None:
+    sampled = {"prompt": QUESTION, "images": [STAR], "sampling": {"temperature": 5.0, "seed": 3, "max_tokens": 8}}
+    alone = pipe.generate_batch([sampled])[0]
+    crowd = pipe.generate_batch([(CIRCLE, QUESTION), sampled, (None, "Hello?"), {**sampled, "sampling": {"seed": 4}}])[
+        1
+    ]
+    assert isinstance(alone, GenerationOutput)
+    assert isinstance(crowd, GenerationOutput)
+    assert alone.token_ids == crowd.token_ids
+
+
+def test_a_batch_larger_than_the_window_keeps_its_order() -> None:
+    colours = ["red", "green", "blue", "yellow", "purple", "orange"]
+    pictures = [draw_shapes((Shape("square", colour, "center"),), 64, 64) for colour in colours]
+    with MMPipeline(dtype="float32", max_num_seqs=2, num_blocks=32) as pipe:
+        alone = [pipe.generate(picture, "What color is it?") for picture in pictures]
+        together = pipe.generate_batch([(picture, "What color is it?") for picture in pictures])
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+
+
+def test_many_threads_share_one_pipeline(pipe: MMPipeline, expected: GenerationOutput) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: pipe.generate(STAR, QUESTION).token_ids, range(16)))
+    assert answers == [expected.token_ids] * 16
+
+
+def test_closing_tells_who_waits_and_leaves_no_thread() -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    pipe = MMPipeline(dtype="float32", num_blocks=64)
+    stream = pipe.stream(STAR, QUESTION, max_tokens=2000, ignore_eos=True)
+    next(stream)
+    pipe.close()
+    with pytest.raises((PipelineClosedError, RequestAborted)):
+        list(stream)
+    assert {thread.name for thread in threading.enumerate()} <= before
+
+
+def test_describe_is_json_and_names_every_choice(pipe: MMPipeline) -> None:
+    import json
+
+    described: dict[str, Any] = json.loads(json.dumps(pipe.describe()))
+    assert described["class"] == "Idefics3ForConditionalGeneration"
+    assert described["attention"][0]["backend"]
+    assert described["processor"]["chat_template"]
+    assert described["engine"]["sampling_defaults"]["temperature"] == 0.0
+
+
+def test_a_model_without_a_template_takes_prompts_raw(tmp_path: Path) -> None:
+    import shutil
+
+    from mmserve.demo import demo_model_folder
+
+    folder = Path(shutil.copytree(demo_model_folder(), tmp_path / "model"))
+    (folder / "chat_template.jinja").unlink()
+    with MMPipeline(folder, dtype="float32", num_blocks=64) as bare:
+        prompt = bare.prepare((STAR, "Where?"))
+        assert prompt.images[0].range.offset <= 1
+        assert "raw" in str(bare.describe()["processor"]["chat_template"])
+        assert bare.generate(STAR, "Where?", max_tokens=3).usage.completion_tokens == 3

@@ -1,0 +1,167 @@
+"""The public pydantic types: unknown fields refused, ranges held, JSON there and back."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmserve.config import EngineConfig
+from mmserve.errors import ConfigError, InvalidRequestError, RequestError
+from mmserve.types import GenerationRequest, ImageInput, ImagePart, Message, SamplingParams, TextPart
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.1),
+        ("seed", -1),
+        ("logprobs", 101),
+        ("stop", ("",)),
+        ("bad_words", ""),
+        ("allowed_token_ids", ()),
+    ],
+)
+def test_sampling_params_refuse_values_out_of_range(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=f"SamplingParams: {field}"):
+        SamplingParams(**{field: value})
+
+
+def test_unknown_fields_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidRequestError, match=r"unknown field 'max_token'; known fields: max_tokens, .*seed"):
+        SamplingParams(max_token=3)
+    with pytest.raises(ConfigError, match="unknown field 'block_sise'"):
+        EngineConfig(block_sise=3)
+
+
+def test_contradicting_lengths_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="min_tokens 5 is more than max_tokens 3"):
+        SamplingParams(min_tokens=5, max_tokens=3)
+
+
+def test_errors_are_part_of_the_tree_and_value_errors() -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(max_tokens=-1)
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.__cause__ is None
+
+
+def test_an_error_never_repeats_a_payload() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        GenerationRequest(prompt="x", images=["a.png"], raw="z" * 100_000)
+    assert len(str(caught.value)) < 400
+
+
+def test_requests_are_frozen() -> None:
+    request = GenerationRequest(prompt="x")
+    with pytest.raises(ValueError, match="frozen"):
+        request.prompt = "y"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "either a prompt or messages"),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "either a prompt or messages"),
+        ({"prompt": ""}, "an empty prompt needs at least one image"),
+        ({"prompt": " \n"}, "an empty prompt needs at least one image"),
+        ({"messages": [{"role": "user", "content": "x"}], "images": ["a.png"]}, "messages hold their own images"),
+        ({"messages": [{"role": "user", "content": "x"}], "raw": True}, "messages hold their own images"),
+        ({"messages": []}, "at least 1 item"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "not 'video'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text: Field required"),
+        ({"prompt": "x", "timeout": 0}, "timeout"),
+        ({"prompt": "x", "images": [""]}, "an image needs a path"),
+        ({"prompt": "x", "images": [None]}, "an image needs a path"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        GenerationRequest(**fields)
+
+
+def test_one_image_or_several_or_none() -> None:
+    assert GenerationRequest(prompt="x", images=None).images == ()
+    assert GenerationRequest(prompt="x", images="a.png").images == (ImageInput(source="a.png"),)
+    several = GenerationRequest(prompt="x", images=["a.png", ImageInput(source="b.png", uuid="b")])
+    assert [image.uuid for image in several.images] == [None, "b"]
+
+
+def test_openai_parts_are_understood() -> None:
+    message = Message(
+        role="user",
+        content=[
+            {"type": "image_url", "image_url": {"url": "https://example.com/a.png", "detail": "auto"}},
+            {"type": "image", "image": "b.png"},
+            {"type": "text", "text": "hello"},
+        ],
+    )
+    assert message.content == [
+        ImagePart(image=ImageInput(source="https://example.com/a.png")),
+        ImagePart(image=ImageInput(source="b.png")),
+        TextPart(text="hello"),
+    ]
+
+
+def test_an_openai_option_that_would_be_ignored_is_refused() -> None:
+    part = {"type": "image_url", "image_url": {"url": "https://a/b.png", "detail": "low"}}
+    with pytest.raises(InvalidRequestError, match="image_url takes 'url'"):
+        Message(role="user", content=[part])
+
+
+@pytest.mark.parametrize("url", ["/etc/hostname", "photo.png", "file:///etc/hostname", "", None, 3])
+def test_an_image_url_never_opens_a_local_file(url: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"http\(s\) or data URL"):
+        Message(role="user", content=[{"type": "image_url", "image_url": {"url": url}}])
+
+
+def test_requests_round_trip_through_json() -> None:
+    request = GenerationRequest(
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}]},
+        ],
+        sampling=SamplingParams(max_tokens=5, stop="END", logit_bias={3: -1.5}, seed=7),
+        processor_options={"max_pixels": 10},
+    )
+    assert GenerationRequest.model_validate_json(request.model_dump_json()) == request
+
+
+def test_a_picture_in_memory_round_trips_with_its_pixels() -> None:
+    pixels = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+    request = GenerationRequest(prompt="x", images=[Image.fromarray(pixels), pixels])
+    again = GenerationRequest.model_validate_json(request.model_dump_json())
+    for image in again.images:
+        payload = base64.b64decode(image.source.removeprefix("data:image/png;base64,"))
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(payload))), pixels)
+
+
+def test_bytes_round_trip_untouched() -> None:
+    request = GenerationRequest(prompt="x", images=[b"not even a picture"])
+    source = json.loads(request.model_dump_json())["images"][0]["source"]
+    assert base64.b64decode(source.partition(",")[2]) == b"not even a picture"
+
+
+def test_schemas_tell_a_reader_what_fields_mean() -> None:
+    sampling = SamplingParams.model_json_schema()["properties"]
+    assert all("description" in field for field in sampling.values())
+    config = EngineConfig.model_json_schema()["properties"]
+    assert all("description" in field for field in config.values())
+    request = GenerationRequest.model_json_schema()
+    assert request["additionalProperties"] is False
+    assert "description" in request["$defs"]["ImageInput"]["properties"]["source"]

@@ -1,0 +1,208 @@
+"""The whole way: ids equal to transformers' own, one range and one set of tensors an image."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import noise
+from PIL import Image
+
+from processors import ProcessedPrompt, PromptError, PromptProcessor
+
+FAMILIES = ["idefics3", "llava", "qwen2_vl", "qwen3_vl", "gemma3", "mistral3", "internvl"]
+SIZES = [(64, 48), (300, 120), (30, 200)]
+
+Maker = Callable[[str], PromptProcessor]
+
+
+def _pictures(count: int) -> list[Image.Image]:
+    return [noise(*size, seed) for seed, size in enumerate(SIZES[:count])]
+
+
+def _reference(builders: object, family: str, content: list[dict[str, object]]) -> tuple[list[int], list[int]]:
+    """Ids and token types from transformers alone."""
+    processor = builders.build(family)  # type: ignore[attr-defined]
+    outputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=True,
+        return_dict=True,
+        add_generation_prompt=True,
+        processor_kwargs={"return_mm_token_type_ids": True},
+    )
+    types = outputs.get("mm_token_type_ids", outputs.get("token_type_ids"))
+    flat = [list(map(int, v[0])) for v in (outputs["input_ids"], types)]
+    return flat[0], flat[1]
+
+
+def _same_tensors(one: ProcessedPrompt, index: int, other: ProcessedPrompt, other_index: int) -> bool:
+    a, b = one.images[index].tensors, other.images[other_index].tensors
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_ids_and_types_equal_transformers(builders: object, processor_of: Maker, family: str, count: int) -> None:
+    pictures = _pictures(count)
+    content: list[dict[str, object]] = [{"type": "image", "image": picture} for picture in pictures]
+    content.append({"type": "text", "text": "What differs here?"})
+    ids, types = _reference(builders, family, content)
+    ours = processor_of(family).process("What differs here?", pictures)
+    assert list(ours.token_ids) == ids
+    assert list(ours.mm_token_type_ids) == types
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_touching_images_have_a_range_each(processor_of: Maker, family: str) -> None:
+    processor = processor_of(family)
+    token = processor.describe()["image_token"]
+    result = processor.process(f"a{token}{token}b{token}", _pictures(3), raw=True)
+    ranges = [image.range for image in result.images]
+    assert len(ranges) == 3
+    for before, after in itertools.pairwise(ranges):
+        assert before.end <= after.offset
+    features = [i for i, t in enumerate(result.token_ids) if t == processor.image_token_id]
+    assert [p for r in ranges for p in r.embed_positions()] == features
+    assert [image.size for image in result.images] == SIZES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_image_has_the_same_tensors_alone_and_among_others(processor_of: Maker, family: str) -> None:
+    processor = processor_of(family)
+    pictures = _pictures(3)
+    together = processor.process("x", pictures)
+    for index, picture in enumerate(pictures):
+        alone = processor.process("another text", [picture])
+        assert _same_tensors(alone, 0, together, index)
+        assert alone.images[0].key == together.images[index].key
+        assert alone.images[0].range.num_embeds == together.images[index].range.num_embeds
+    assert len({image.key for image in together.images}) == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_user_text_with_the_image_token_stays_text(processor_of: Maker, family: str) -> None:
+    processor = processor_of(family)
+    token = str(processor.describe()["image_token"])
+    plain = processor.process("before after", _pictures(1))
+    typed = processor.process(f"before {token} after", _pictures(1))
+    assert len(typed.images) == 1
+    assert typed.images[0].range == plain.images[0].range
+    assert typed.token_ids.count(processor.image_token_id) == plain.token_ids.count(processor.image_token_id)
+    assert processor.tokenizer.decode(typed.token_ids).count(f"before {token} after") == 1
+    no_image = processor.process(f"what is {token}?")
+    assert not no_image.images
+    assert not set(no_image.token_ids) & set(processor.placeholder_token_ids)
+
+
+def test_the_users_token_in_front_of_the_image(processor_of: Maker) -> None:
+    processor = processor_of("llava")
+    content = [{"type": "text", "text": "<image> or "}, {"type": "image", "image": noise(50, 50)}]
+    result = processor.process([{"role": "user", "content": content}])
+    assert len(result.images) == 1
+    start = result.images[0].range.offset
+    assert processor.tokenizer.decode(result.token_ids[:start]).endswith("<image> or ")
+
+
+@pytest.mark.parametrize(("prompt", "count"), [("<image><image>", 1), ("<image>", 0), ("<image>", 2)])
+def test_a_count_mismatch_names_both_numbers(processor_of: Maker, prompt: str, count: int) -> None:
+    with pytest.raises(PromptError) as caught:
+        processor_of("llava").process(prompt, _pictures(count), raw=True)
+    assert str(prompt.count("<image>")) in str(caught.value)
+    assert str(count) in str(caught.value)
+
+
+def test_raw_prompts_take_tokens_or_marks_or_images_first(processor_of: Maker) -> None:
+    processor = processor_of("qwen2_vl")
+    pictures = _pictures(1)
+    own = processor.process("a<|vision_start|><|image_pad|><|vision_end|>b", pictures, raw=True)
+    mark = processor.process("a<image>b", pictures, raw=True)
+    assert own.token_ids == mark.token_ids
+    first = processor.process("ab", pictures, raw=True)
+    assert first.images[0].range.offset == 1  # behind <|vision_start|>
+    assert len(first.token_ids) == len(own.token_ids)
+
+
+def test_interleaved_parts_keep_their_order(processor_of: Maker) -> None:
+    processor = processor_of("qwen2_vl")
+    red, blue = noise(64, 48, 1), noise(30, 200, 2)
+    content = [
+        {"type": "image", "image": red},
+        {"type": "text", "text": "then"},
+        {"type": "image"},
+        {"type": "text", "text": "?"},
+    ]
+    messages = [{"role": "user", "content": content}]
+    result = processor.process(messages, [blue])
+    assert [image.size for image in result.images] == [(64, 48), (30, 200)]
+    between = result.token_ids[result.images[0].range.end : result.images[1].range.offset]
+    assert "then" in processor.tokenizer.decode(between)
+
+
+def test_an_empty_prompt_needs_an_image(processor_of: Maker) -> None:
+    with pytest.raises(PromptError, match="empty"):
+        processor_of("llava").process("")
+    assert len(processor_of("llava").process("", _pictures(1)).images) == 1
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_exactly_one_beginning_token(processor_of: Maker, raw: bool) -> None:
+    processor = processor_of("gemma3")
+    bos = processor.tokenizer.bos_token_id
+    for prompt in ("hello", "<s>hello") if raw else ("hello",):
+        result = processor.process(prompt, _pictures(1), raw=raw)
+        assert result.token_ids[0] == bos
+        assert result.token_ids.count(bos) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_expanded_ids_are_recognised(processor_of: Maker, family: str) -> None:
+    processor = processor_of(family)
+    pictures = _pictures(2)
+    text = processor.process("What?", pictures)
+    ids = processor.process(list(text.token_ids), pictures)
+    assert ids.token_ids == text.token_ids
+    for one, other in zip(ids.images, text.images, strict=True):
+        assert one.range.embed_positions() == other.range.embed_positions()
+
+
+def test_ids_of_another_size_are_refused(processor_of: Maker) -> None:
+    processor = processor_of("qwen2_vl")
+    ids = list(processor.process("What?", [noise(300, 120)]).token_ids)
+    with pytest.raises(PromptError, match=r"image tokens"):
+        processor.process(ids, [noise(64, 64)])
+
+
+def test_ids_with_one_placeholder_an_image_are_filled_in(processor_of: Maker) -> None:
+    processor = processor_of("mistral3")
+    placeholder = processor.tokenizer.convert_tokens_to_ids("[IMG]")
+    text = processor.tokenizer.encode("ab", add_special_tokens=False)
+    result = processor.process([*text, placeholder, *text, placeholder], _pictures(2))
+    assert [image.range.offset for image in result.images] == [2, 2 + result.images[0].range.length + 2]
+    assert result.images[1].range.end == len(result.token_ids)
+    again = processor.process(list(result.token_ids), _pictures(2))
+    assert [i.range for i in again.images] == [i.range for i in result.images]
+
+
+def test_structural_tokens_are_in_the_range_and_not_in_the_mask(processor_of: Maker) -> None:
+    processor = processor_of("mistral3")
+    image = processor.process("x", [noise(64, 48)]).images[0]
+    rows, columns = 3, 4  # 16-pixel patches: a break token behind each row but the last, an end token behind that
+    assert image.range.length == rows * (columns + 1)
+    assert image.range.num_embeds == rows * columns
+    assert image.range.is_embed == (*(([True] * columns + [False]) * rows),)
+
+
+def test_text_only(processor_of: Maker) -> None:
+    result = processor_of("qwen2_vl").process("Hello")
+    assert result.images == ()
+    assert set(result.mm_token_type_ids) == {0}
+    assert len(result.mm_token_type_ids) == len(result.token_ids)
+
+
+def test_describe_is_json(processor_of: Maker) -> None:
+    import json
+
+    text = json.dumps(processor_of("idefics3").describe())
+    assert "Idefics3Processor" in text

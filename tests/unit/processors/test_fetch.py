@@ -1,0 +1,264 @@
+"""URLs: every hop checked, connected to the checked address, within a deadline and a size."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from processors import MediaFetchError, MediaOptions
+from processors.fetch import fetch_url, is_public
+
+LOCAL = MediaOptions(allow_private_addresses=True, url_timeout=5.0, max_bytes=100_000)
+
+Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+def _plain(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "5")
+    handler.end_headers()
+    handler.wfile.write(b"hello")
+
+
+def _redirect(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(302)
+    handler.send_header("Location", handler.path.partition("?to=")[2])
+    handler.end_headers()
+
+
+def _endless(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(1000):
+        handler.wfile.write(b"x" * 10_000)
+
+
+def _announced(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "100000000")
+    handler.end_headers()
+
+
+def _short(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "50")
+    handler.end_headers()
+    handler.wfile.write(b"hello")
+
+
+def _drip(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\nX-Slow: ")
+    for _ in range(100):
+        handler.wfile.write(b"x")
+        handler.wfile.flush()
+        time.sleep(0.05)
+
+
+def _missing(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(404)
+    handler.end_headers()
+
+
+def _circle(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(302)
+    handler.send_header("Location", "/circle")
+    handler.end_headers()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    answers: ClassVar[dict[str, Answer]] = {
+        "/plain": _plain,
+        "/redirect": _redirect,
+        "/circle": _circle,
+        "/endless": _endless,
+        "/announced": _announced,
+        "/short": _short,
+        "/drip": _drip,
+        "/missing": _missing,
+    }
+
+    def do_GET(self) -> None:
+        self.server.seen.append((self.path, self.headers.get("Host")))  # type: ignore[attr-defined]
+        try:
+            self.answers[self.path.partition("?")[0]](self)
+        except OSError:
+            self.close_connection = True  # the client has gone, as it should
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep the test's output clean."""
+
+
+class Server(ThreadingHTTPServer):
+    """A server on a free port of the loopback interface that remembers what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.seen: list[tuple[str, str | None]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield running
+    running.shutdown()
+    thread.join()
+    running.server_close()
+
+
+def test_fetches_where_it_is_allowed(server: Server) -> None:
+    assert fetch_url(f"{server.url}/plain", LOCAL) == b"hello"
+    assert server.seen == [("/plain", f"127.0.0.1:{server.server_port}")]
+
+
+def test_follows_redirects_up_to_the_limit(server: Server) -> None:
+    assert fetch_url(f"{server.url}/redirect?to=/plain", LOCAL) == b"hello"
+    with pytest.raises(MediaFetchError, match="redirects more than 5 times"):
+        fetch_url(f"{server.url}/circle", LOCAL)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "localhost",
+        "[::1]",
+        "0.0.0.0",
+        "2130706433",
+        "0x7f000001",
+        "127.1",
+        "[::ffff:127.0.0.1]",
+        "[::ffff:7f00:1]",
+        "10.0.0.1",
+        "192.168.1.1",
+        "172.16.0.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "[fe80::1]",
+        "[fc00::1]",
+        "[64:ff9b::7f00:1]",
+        "[2002:7f00:1::]",
+        "224.0.0.1",
+        "255.255.255.255",
+    ],
+)
+def test_addresses_that_are_not_public_are_refused(host: str) -> None:
+    with pytest.raises(MediaFetchError, match=r"not a public address|not known"):
+        fetch_url(f"http://{host}:9/", MediaOptions(url_timeout=2.0))
+
+
+def test_no_request_reaches_a_refused_address(server: Server) -> None:
+    with pytest.raises(MediaFetchError, match="not a public address"):
+        fetch_url(f"{server.url}/plain", MediaOptions())
+    assert server.seen == []
+
+
+def test_a_redirect_is_checked_like_the_first_address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first host passes as public; the redirect's target does not."""
+    monkeypatch.setattr("processors.fetch.is_public", lambda address: address == "127.0.0.1")
+    with pytest.raises(MediaFetchError, match="not a public address"):
+        fetch_url(f"{server.url}/redirect?to=http://127.0.0.2:{server.server_port}/plain", MediaOptions())
+    assert [path for path, _ in server.seen] == [f"/redirect?to=http://127.0.0.2:{server.server_port}/plain"]
+
+
+def test_a_redirect_can_not_leave_http(server: Server) -> None:
+    with pytest.raises(MediaFetchError, match="only http and https"):
+        fetch_url(f"{server.url}/redirect?to=file:///etc/hostname", LOCAL)
+
+
+def test_the_connection_goes_to_the_address_that_was_checked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that changes its mind after the check is not asked again."""
+    asked: list[str] = []
+    real = socket.getaddrinfo
+
+    def fake(host: str, port: int, *args: object, **kwargs: object) -> object:
+        asked.append(host)
+        return (
+            real("127.0.0.1", port, *args, **kwargs) if host == "pictures.test" else real(host, port, *args, **kwargs)
+        )  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", fake)
+    url = f"http://pictures.test:{server.server_port}/plain"
+    assert fetch_url(url, LOCAL) == b"hello"
+    assert asked.count("pictures.test") == 1
+    assert server.seen[0][1] == f"pictures.test:{server.server_port}"
+    with pytest.raises(MediaFetchError, match=r"127\.0\.0\.1, which is not a public"):
+        fetch_url(url, MediaOptions())
+
+
+@pytest.mark.parametrize("path", ["/endless", "/announced"])
+def test_the_size_is_capped(server: Server, path: str) -> None:
+    with pytest.raises(MediaFetchError, match="max_bytes"):
+        fetch_url(f"{server.url}{path}", LOCAL)
+
+
+def test_a_body_that_ends_early_is_refused(server: Server) -> None:
+    with pytest.raises(MediaFetchError):
+        fetch_url(f"{server.url}/short", LOCAL)
+
+
+def test_a_dripping_server_meets_the_deadline(server: Server) -> None:
+    start = time.monotonic()
+    with pytest.raises(MediaFetchError, match="in time"):
+        fetch_url(f"{server.url}/drip", MediaOptions(allow_private_addresses=True, url_timeout=0.3))
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_slow_resolver_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    def slow(*args: object, **kwargs: object) -> list[object]:
+        release.wait(5)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    with pytest.raises(MediaFetchError, match="in time"):
+        fetch_url("http://pictures.test/", MediaOptions(url_timeout=0.1))
+    release.set()
+
+
+def test_an_error_status_is_named(server: Server) -> None:
+    with pytest.raises(MediaFetchError, match="404"):
+        fetch_url(f"{server.url}/missing", LOCAL)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user@127.0.0.1/",
+        "http://example.com:secret@127.0.0.1/",
+        "http://",
+        "http://[::1/",
+        "http://127.0.0.1:99999/",
+        "http://127.0.0.1\\@example.com/",
+        "http://127.0.0.1/a b",
+        "http://127.0.0.1/\r\nX: y",
+        "http://" + "a" * 70 + ".com/",
+        "http://" + "x" * 100_000,
+    ],
+)
+def test_odd_urls_are_refused_with_a_short_message(url: str) -> None:
+    with pytest.raises(MediaFetchError) as caught:
+        fetch_url(url, LOCAL)
+    assert len(str(caught.value)) < 400
+    assert "secret" not in str(caught.value)
+
+
+def test_urls_can_be_switched_off() -> None:
+    with pytest.raises(MediaFetchError, match="allow_urls"):
+        fetch_url("http://127.0.0.1/", MediaOptions(allow_urls=False))
+
+
+@pytest.mark.parametrize(("address", "public"), [("8.8.8.8", True), ("2606:4700::1", True), ("::", False)])
+def test_what_is_public(address: str, public: bool) -> None:
+    assert is_public(address) is public
