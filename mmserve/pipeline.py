@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
+from mmserve.assembly import assemble
 from mmserve.config import EngineConfig
-from mmserve.errors import InputError, InvalidRequestError, MMServeError, PipelineClosedError, UnsupportedModelError
-from mmserve.requests import RequestLike, as_request, build_request
-from mmserve.types import (
-    GenerationOutput,
-    GenerationRequest,
-    ImageInput,
-    ImagePart,
-    Message,
-    SamplingParams,
-    StreamDelta,
-    TextPart,
+from mmserve.errors import InputError, InvalidRequestError, MMServeError, PipelineClosedError
+from mmserve.requests import (
+    Images,
+    RequestLike,
+    as_request,
+    build_request,
+    chat_request,
+    image_inputs,
+    plain_messages,
 )
-from processors.errors import ProcessorError, UnsupportedProcessorError
+from mmserve.types import GenerationOutput, GenerationRequest, Message, SamplingParams, StreamDelta
+from processors.errors import ProcessorError
 
 if TYPE_CHECKING:
     import torch
 
     from mmserve.engine.core import RequestHandle
-    from processors import PromptProcessor
     from processors.types import ProcessedPrompt
 
 __all__ = ["MMPipeline"]
 
-Images: TypeAlias = Any
-"""None, one image, or a sequence of images; an image is a path, bytes, file object, PIL image, array, tensor or URL."""
+PROGRESS_DELAY = 2.0
+"""Seconds of work after which a progress bar appears by itself."""
 
 
 class MMPipeline:
@@ -44,7 +44,7 @@ class MMPipeline:
         with MMPipeline("path-or-hub-id") as pipe:
             print(pipe.generate("photo.jpg", "What is on the table?").text)
 
-    Safe to use from several threads at once.
+    Safe to use from several threads and event loops at once.
 
     Args:
         model: A model folder, or a hub id; None: the demo model inside the package.
@@ -70,30 +70,13 @@ class MMPipeline:
         **options: Any,
     ) -> None:
         self._config = EngineConfig(**options)
-        from mmserve.demo import demo_model_folder
-        from mmserve.engine.core import Engine
-        from mmserve.model import load_model
-        from mmserve.model.generation import load_generation_config
-        from mmserve.model.source import resolve_model_folder
-
-        self._folder = demo_model_folder() if model is None else resolve_model_folder(model, revision)
-        self._processor = _load_processor(self._folder, self._config, trust_remote_code)
-        self._model = load_model(
-            self._folder,
-            dtype=dtype,
-            device=device,
-            attention_backend=self._config.attention_backend,
-            block_size=self._config.block_size,
-            trust_remote_code=trust_remote_code,
+        parts = assemble(
+            _folder_of(model, revision), self._config, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
-        self._engine = Engine(
-            self._model,
-            self._processor.tokenizer,
-            self._config,
-            identity=str(self._folder),
-            generation_config=load_generation_config(self._folder, trust_remote_code=trust_remote_code),
-            device=self._model.describe()["device"],
-        )
+        self._folder = parts.folder
+        self._processor = parts.processor
+        self._model = parts.model
+        self._engine = parts.engine
         self._workers = ThreadPoolExecutor(self._config.preprocess_threads, thread_name_prefix="mmserve-preprocess")
         self._closed = False
 
@@ -114,22 +97,33 @@ class MMPipeline:
         """Answer one question about no, one or several images; or run a whole `GenerationRequest`.
 
         Args:
-            image: None, one image or a sequence of them; or a request, and then nothing else is given.
+            image: None, one image or a list of them; or a request, and then nothing else is given.
             prompt: The question; one user turn through the model's chat template, images first.
-            sampling, sampling_options: `SamplingParams` whole, or its fields one by one.
-            raw: Take the prompt verbatim, with the model's own image tokens.
-            processor_options: Options of the model's processor for this request.
+            sampling: `SamplingParams` whole; or else its fields one by one, as `sampling_options`.
+            raw: Take the prompt verbatim, with the model's own image tokens or `<image>` marks.
+            processor_options: Options of the model's own processor for this request.
             priority: Lower runs sooner.
             timeout: Seconds until the request is given up.
+            sampling_options: Fields of `SamplingParams`.
 
         Raises:
             InvalidRequestError: An option is unknown or out of range.
             InputError: An image can not be read, or prompt and images do not fit together.
             CapacityError: It can never fit this pipeline.
             RequestError: It failed otherwise; the pipeline goes on.
+            EngineError: The engine has died, or the pipeline was closed.
         """
-        fields = _prompt_fields(image, prompt, raw, processor_options, priority, timeout)
-        return self._run(fields, sampling, sampling_options)
+        request = build_request(
+            image,
+            prompt,
+            sampling=sampling,
+            raw=raw,
+            processor_options=processor_options,
+            priority=priority,
+            timeout=timeout,
+            sampling_options=sampling_options,
+        )
+        return self._run(request)
 
     def chat(
         self,
@@ -141,18 +135,22 @@ class MMPipeline:
         timeout: float | None = None,
         **sampling_options: Any,
     ) -> GenerationOutput:
-        """Answer the last turn of a conversation whose messages have OpenAI-style content parts.
+        """Answer a conversation whose messages have OpenAI-style content parts, pictures where they stand.
+
+        To stream one, or to put it in a batch, make a `GenerationRequest(messages=...)` of it.
 
         Raises:
-            As `generate`; also InputError if the model has no chat template.
+            MMServeError: As `generate`; InputError also if the model has no chat template.
         """
-        fields = {
-            "messages": tuple(messages),
-            "processor_options": dict(processor_options or {}),
-            "priority": priority,
-            "timeout": timeout,
-        }
-        return self._run(fields, sampling, sampling_options)
+        request = chat_request(
+            messages,
+            sampling=sampling,
+            processor_options=processor_options,
+            priority=priority,
+            timeout=timeout,
+            sampling_options=sampling_options,
+        )
+        return self._run(request)
 
     def stream(
         self,
@@ -168,10 +166,34 @@ class MMPipeline:
     ) -> Iterator[StreamDelta]:
         """As `generate`, yielding text as it comes; the deltas add up to the text, the last one has the output.
 
-        The request starts with this call, not with the first delta. Closing the iterator aborts it.
+        The request starts with this call, not with the first delta. Leaving the loop early aborts it.
         """
-        fields = _prompt_fields(image, prompt, raw, processor_options, priority, timeout)
-        return iter(self._begin(self._request(fields, sampling, sampling_options)).result())
+        request = build_request(
+            image,
+            prompt,
+            sampling=sampling,
+            raw=raw,
+            processor_options=processor_options,
+            priority=priority,
+            timeout=timeout,
+            sampling_options=sampling_options,
+        )
+        return iter(self._begin(request).result())
+
+    async def agenerate(
+        self, image: Images | GenerationRequest, prompt: str | None = None, **options: Any
+    ) -> GenerationOutput:
+        """As `generate`, with the same options, awaited. Cancelling the task aborts the request."""
+        handle = await asyncio.wrap_future(self._begin(_request_of(image, prompt, options)))
+        return await handle.aresult()
+
+    async def astream(
+        self, image: Images | GenerationRequest, prompt: str | None = None, **options: Any
+    ) -> AsyncIterator[StreamDelta]:
+        """As `stream`, with the same options, for `async for`. The request starts with the first step of the loop."""
+        handle = await asyncio.wrap_future(self._begin(_request_of(image, prompt, options)))
+        async for delta in handle:
+            yield delta
 
     def generate_batch(
         self,
@@ -189,17 +211,17 @@ class MMPipeline:
         """
         if on_error not in ("raise", "return"):
             raise InvalidRequestError(f"on_error is 'raise' or 'return', not {on_error!r}")
+        self._check_open()
         waiting = list(requests)
         results: list[GenerationOutput | MMServeError] = []
         inflight: deque[Future[RequestHandle]] = deque()
+        # Twice what a step can take keeps the engine busy; more would only hold decoded pictures in memory.
         window = min(self._config.max_queue, 2 * self._config.max_num_seqs)
-        started = 0
         with self._progress_bar(len(waiting), progress) as bar:
             try:
                 while len(results) < len(waiting):
-                    while started < len(waiting) and len(inflight) < window:
-                        inflight.append(self._begin_like(waiting[started]))
-                        started += 1
+                    while len(inflight) < window and len(results) + len(inflight) < len(waiting):
+                        inflight.append(self._begin_like(waiting[len(results) + len(inflight)]))
                     results.append(_outcome(inflight.popleft(), on_error))
                     bar.update()
             except BaseException:
@@ -231,12 +253,12 @@ class MMPipeline:
     def stats(self) -> dict[str, Any]:
         """Numbers of the engine right now: queue, running, cache use and hits; JSON-friendly."""
         self._check_open()
-        return dict(self._engine.stats())
+        return self._engine.stats()
 
     # -- ending ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the engine and its threads; whoever waits hears PipelineClosedError. Closing twice is fine."""
+        """Stop the engine and all threads; whoever waits hears PipelineClosedError. Closing twice is fine."""
         if self._closed:
             return
         self._closed = True
@@ -254,19 +276,8 @@ class MMPipeline:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _request(
-        self, fields: GenerationRequest | Mapping[str, Any], sampling: SamplingParams | None, options: Mapping[str, Any]
-    ) -> GenerationRequest:
-        if not isinstance(fields, GenerationRequest):
-            return build_request(fields, sampling, options)
-        if sampling is not None or options:
-            raise InvalidRequestError("a GenerationRequest carries its own sampling: give nothing beside it")
-        return fields
-
-    def _run(
-        self, fields: GenerationRequest | Mapping[str, Any], sampling: SamplingParams | None, options: Mapping[str, Any]
-    ) -> GenerationOutput:
-        handle = self._begin(self._request(fields, sampling, options)).result()
+    def _run(self, request: GenerationRequest) -> GenerationOutput:
+        handle = self._begin(request).result()
         try:
             return handle.result()
         except BaseException:
@@ -294,19 +305,19 @@ class MMPipeline:
         )
 
     def _process(self, request: GenerationRequest) -> ProcessedPrompt:
+        images = image_inputs(request)
+        names = [image.uuid for image in images]
         try:
             if request.messages is not None:
                 return self._processor.process(
-                    [_plain_message(message) for message in request.messages],
-                    options=request.processor_options,
-                    image_ids=[image.uuid for image in _images_of(request.messages)],
+                    plain_messages(request.messages), options=request.processor_options, image_ids=names
                 )
             return self._processor.process(
                 request.prompt or "",
-                [image.source for image in request.images],
+                [image.source for image in images],
                 raw=request.raw,
                 options=request.processor_options,
-                image_ids=[image.uuid for image in request.images],
+                image_ids=names,
             )
         except ProcessorError as error:
             raise InputError(str(error)) from error
@@ -316,68 +327,30 @@ class MMPipeline:
 
         setting = self._config.progress if wanted is None else ("on" if wanted else "off")
         disable = {"on": False, "off": True, "auto": None}[setting]  # None: tqdm shows it on a terminal only
-        return tqdm(total=total, unit="request", disable=disable, delay=0 if setting == "on" else 2.0)
+        return tqdm(total=total, unit="request", disable=disable, delay=0 if setting == "on" else PROGRESS_DELAY)
 
     def _check_open(self) -> None:
         if self._closed:
             raise PipelineClosedError("this pipeline was closed: make a new one")
 
 
-def _load_processor(folder: Path, config: EngineConfig, trust_remote_code: bool) -> PromptProcessor:
-    from processors import MediaOptions, PromptProcessor
+def _folder_of(model: str | Path | None, revision: str | None) -> Path:
+    if model is None:
+        from mmserve.demo import demo_model_folder
 
-    media = MediaOptions(
-        max_pixels=config.max_image_pixels,
-        max_bytes=config.max_image_bytes,
-        background=config.alpha_background,
-        allow_private_addresses=config.allow_private_urls,
-        file_root=None if config.allowed_media_root is None else str(config.allowed_media_root),
-    )
-    try:
-        return PromptProcessor.from_pretrained(folder, media=media, trust_remote_code=trust_remote_code)
-    except UnsupportedProcessorError as error:
-        raise UnsupportedModelError(str(error)) from error
+        return demo_model_folder()
+    from mmserve.model.source import resolve_model_folder
+
+    return resolve_model_folder(model, revision)
 
 
-def _prompt_fields(
-    image: Images | GenerationRequest,
-    prompt: str | None,
-    raw: bool,
-    processor_options: Mapping[str, Any] | None,
-    priority: int,
-    timeout: float | None,
-) -> GenerationRequest | dict[str, Any]:
-    if isinstance(image, GenerationRequest):
-        if prompt is not None or raw or processor_options or priority or timeout is not None:
-            raise InvalidRequestError("a GenerationRequest carries its own fields: give nothing beside it")
-        return image
-    return {
-        "prompt": prompt if prompt is not None else "",
-        "images": image,
-        "raw": raw,
-        "processor_options": dict(processor_options or {}),
-        "priority": priority,
-        "timeout": timeout,
-    }
-
-
-def _images_of(messages: Sequence[Message]) -> list[ImageInput]:
-    """The images of a conversation, in order."""
-    parts = (part for message in messages if not isinstance(message.content, str) for part in message.content)
-    return [part.image for part in parts if isinstance(part, ImagePart)]
-
-
-def _plain_message(message: Message) -> dict[str, Any]:
-    """The message as `processors` takes it: a dict of role and content parts."""
-    if isinstance(message.content, str):
-        return {"role": message.role, "content": message.content}
-    return {"role": message.role, "content": [_plain_part(part) for part in message.content]}
-
-
-def _plain_part(part: TextPart | ImagePart) -> dict[str, Any]:
-    if isinstance(part, ImagePart):
-        return {"type": "image", "image": part.image.source}
-    return {"type": "text", "text": part.text}
+def _request_of(image: Images | GenerationRequest, prompt: str | None, options: dict[str, Any]) -> GenerationRequest:
+    """As `build_request`, from the options of an asynchronous call, call and sampling options mixed."""
+    defaults: dict[str, Any] = {
+        "sampling": None, "raw": False, "processor_options": None, "priority": 0, "timeout": None,
+    }  # fmt: skip
+    call = {name: options.pop(name, default) for name, default in defaults.items()}
+    return build_request(image, prompt, **call, sampling_options=options)
 
 
 def _outcome(begun: Future[RequestHandle], on_error: str) -> GenerationOutput | MMServeError:
@@ -391,6 +364,10 @@ def _outcome(begun: Future[RequestHandle], on_error: str) -> GenerationOutput | 
 
 def _give_up(begun: Future[RequestHandle]) -> None:
     """Abort a request of a batch that has failed, wherever it is."""
-    if begun.cancel():
-        return
-    begun.add_done_callback(lambda done: None if done.cancelled() or done.exception() else done.result().abort())
+    if not begun.cancel():
+        begun.add_done_callback(_abort_if_begun)
+
+
+def _abort_if_begun(begun: Future[RequestHandle]) -> None:
+    if not begun.cancelled() and begun.exception() is None:
+        begun.result().abort()

@@ -30,6 +30,9 @@ __all__ = [
 MAX_LOGPROBS = 100
 """Most alternatives a position that can be asked for."""
 
+MAX_ANSWERS = 64
+"""Most answers to one request."""
+
 ImageSource: TypeAlias = Annotated[
     Any,
     WithJsonSchema(
@@ -214,11 +217,24 @@ class SamplingParams(Schema):
     seed: int | None = Field(
         default=None, ge=0, lt=2**63, description="The same answer each time, whatever else is in the batch."
     )
+    n: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_ANSWERS,
+        description="Answers to draw; the first is the output, the further ones its `others`.",
+    )
     logprobs: int | None = Field(
         default=None,
         ge=0,
         le=MAX_LOGPROBS,
         description="Report each token's log-probability and that of this many likeliest. None: no report.",
+    )
+
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Report the same of every prompt token. The prompt is then computed in full, cached or not.",
     )
 
     @field_validator("stop", "bad_words", mode="before")
@@ -296,7 +312,7 @@ class Logprob(Schema):
 
 
 class TokenLogprobs(Schema):
-    """A generated token and the likeliest ones in its place, likeliest first."""
+    """A token and the likeliest ones in its place, likeliest first."""
 
     chosen: Logprob
     top: tuple[Logprob, ...] = ()
@@ -325,7 +341,11 @@ class Metrics(Schema):
 
 
 class GenerationOutput(Schema):
-    """The answer. `token_ids` are the generated ones, an end token included if it was generated."""
+    """The answer. `token_ids` are the generated ones, an end token included if it was generated.
+
+    If `n` answers were asked for, `others` holds the n - 1 further ones; they share the prompt's work, and each
+    repeats its usage.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -333,7 +353,12 @@ class GenerationOutput(Schema):
     usage: Usage
     metrics: Metrics
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = Field(
+        default=None,
+        description="One entry a token of the expanded prompt; None for the first, and where an image's row stands.",
+    )
     request_id: str = ""
+    others: tuple[GenerationOutput, ...] = ()
 
 
 class StreamDelta(Schema):

@@ -2,12 +2,19 @@
 
     types      PlaceholderRange, ImageItem, ProcessedPrompt
     errors     the error tree
-    media      any form of an image -> one upright 8-bit RGB picture, within limits
+    media      any form of an image -> one upright 8-bit RGB picture, within limits (decode, arrays, dataurl, fetch)
     hashing    the content key of one image
-    chat       messages and raw prompts -> text whose image positions are known
-    encode     text -> ids with character offsets, user text never read as control tokens
+    chat       messages and raw prompts -> segments of text whose image positions are known
+    encode     segments -> ids and spans, user text never read as control tokens
+    given_ids  ids as a prompt: placeholders filled in, expansions recognised
     expand     one image -> its tensors and the text that stands for it, by the model's own processor
-    ranges     where each image's text came to lie in the ids
+    images     the images of a prompt, side by side, through a cache
+    ranges     spans -> ranges with masks, and token types
+    counts     the token counts that a processor declares, against those it makes
+    options    which options a request may set
+    sizing     the most tokens that one image can take
+    loading    a model folder -> its processor, taken apart
+    selfcheck  what is put together here against the processor's own call
     base       PromptProcessor: the whole way
     families/  what single families do differently
 
@@ -30,11 +37,13 @@ if TYPE_CHECKING:
         UnsupportedProcessorError,
     )
     from processors.media import ImageSource, MediaOptions, load_image
+    from processors.sizing import LargestImage
     from processors.types import ImageItem, PlaceholderRange, ProcessedPrompt
 
 __all__ = [
     "ImageItem",
     "ImageSource",
+    "LargestImage",
     "MediaError",
     "MediaFetchError",
     "MediaOptions",
@@ -60,6 +69,7 @@ _HOMES = {
     "MediaOptions": "processors.media",
     "load_image": "processors.media",
     "ImageItem": "processors.types",
+    "LargestImage": "processors.sizing",
     "PlaceholderRange": "processors.types",
     "ProcessedPrompt": "processors.types",
 }

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from processors.errors import MediaError
+from processors.errors import MediaError, shorten
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -39,10 +39,16 @@ def picture_from_array(source: Any) -> Image.Image:
     Raises:
         MediaError: Not 2 or 3 dimensions, no channel dimension, an unknown dtype, or floats outside 0..1.
     """
+    try:
+        return _picture(source, _is_tensor(source))
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise MediaError(f"the array can not be read as a picture: {shorten(str(error))}") from error
+
+
+def _picture(source: Any, tensor: bool) -> Image.Image:
     import numpy
     from PIL import Image
 
-    tensor = _is_tensor(source)
     shape = tuple(int(n) for n in source.shape)
     if len(shape) not in (2, 3) or 0 in shape:
         raise MediaError(f"an array of shape {list(shape)} is no picture: give [H, W], [H, W, C] or [C, H, W]")

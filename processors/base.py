@@ -6,11 +6,14 @@ prompt ──chat──> segments ──put the images' texts in──> encode �
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from processors.chat import ChatTemplate, Segment, collect_parts, segment_raw
+from processors.counts import ImageCounts
 from processors.encode import EncodedPrompt, PromptEncoder
 from processors.errors import PromptError
 from processors.expand import Expansion
@@ -20,7 +23,8 @@ from processors.loading import LoadedProcessor, load_processor, take_apart
 from processors.media import ImageSource, MediaOptions
 from processors.options import OptionTable
 from processors.ranges import range_from_ids
-from processors.selfcheck import counts_of, put_in
+from processors.selfcheck import count_alone, counts_of, put_in
+from processors.sizing import LargestImage, find_largest
 from processors.types import ImageItem, ProcessedPrompt
 
 __all__ = ["PromptProcessor"]
@@ -41,6 +45,8 @@ class PromptProcessor:
         """Use `from_pretrained`."""
         self._loaded = loaded
         self._images = ImagePreparer(loaded.expander, loaded.fingerprint, media, cache_bytes, workers)
+        self._lock = threading.Lock()
+        self._largest: LargestImage | None = None
         self._encoder: PromptEncoder = loaded.encoder
         self._template: ChatTemplate | None = loaded.template
         self._options: OptionTable = loaded.options
@@ -107,6 +113,28 @@ class PromptProcessor:
         """What was loaded and how prompts are made of it; JSON-friendly."""
         return {**self._loaded.description, "image_cache": self._images.cache.stats()}
 
+    def largest_image(self) -> LargestImage:
+        """The picture that takes the most tokens: how many, and of which size; searched once, up to 10,000 a side.
+
+        To profile memory, process a blank picture of that size: it is no larger than it must be.
+        """
+        with self._lock:
+            if self._largest is None:
+                self._largest = find_largest(self._loaded.counts, self._tokens_of)
+            return self._largest
+
+    def max_image_tokens(self) -> int:
+        """The most tokens of a prompt that one image can take, structural tokens included."""
+        return self.largest_image().length
+
+    def _tokens_of(self, size: tuple[int, int]) -> ImageCounts:
+        """What a blank picture of (width, height) takes; nothing of it is kept."""
+        from PIL import Image
+
+        blank = Image.new("RGB", size)
+        loaded = self._loaded
+        return count_alone(blank, loaded.expander, self._encoder, loaded.feature_token_id, loaded.types)
+
     def close(self) -> None:
         """End the worker threads and let go of cached images; both come back when needed."""
         self._images.close()
@@ -141,6 +169,8 @@ class PromptProcessor:
         """
         chosen = dict(options or {})
         self.check_options(chosen)
+        if not isinstance(images, (list, tuple)):
+            raise PromptError(f"images must be a list, also for one image; got a {type(images).__name__}")
         segments, sources, text, given_ids = self._read_prompt(prompt, list(images), raw, add_generation_prompt)
         if image_ids is not None and len(image_ids) != len(sources):
             raise PromptError(f"{len(image_ids)} image ids were given for {len(sources)} images")
@@ -170,9 +200,11 @@ class PromptProcessor:
             if prompt:
                 parts.append({"type": "text", "text": prompt})
             prompt = [{"role": "user", "content": parts}]
-        elif prompt and all(isinstance(item, int) for item in prompt):
-            return [], images, "", [int(i) for i in prompt if isinstance(i, int)]
-        messages, sources = collect_parts(prompt, images)  # type: ignore[arg-type]
+        if not isinstance(prompt, (list, tuple)):
+            raise PromptError(f"a prompt is text, messages or ids, not a {type(prompt).__name__}")
+        if prompt and all(isinstance(item, Integral) for item in prompt):
+            return [], images, "", [int(item) for item in prompt if isinstance(item, Integral)]
+        messages, sources = collect_parts(prompt, images)
         if any(source is None for source in sources):
             raise PromptError(f"{len(sources)} image parts, but only {len(images)} images were given")
         if self._template is None:
@@ -188,15 +220,22 @@ class PromptProcessor:
     def _assemble(
         self, encoded: EncodedPrompt, prepared: Sequence[PreparedImage], options: Mapping[str, object], text: str
     ) -> ProcessedPrompt:
+        # A family that processes an image among others in another way declares counts for an image alone.
+        declared = not options and not (self._loaded.family.company and len(prepared) > 1)
         items = []
         for image, span in zip(prepared, encoded.image_spans, strict=True):
             placed = range_from_ids(encoded.token_ids, span, self._loaded.feature_token_id)
             made = counts_of(encoded, span, self._loaded.feature_token_id, self._loaded.types)
-            self._loaded.counts.check(image.size, options, made)
+            if declared:
+                self._loaded.counts.check(image.size, made)
             items.append(ImageItem(image.key, placed, image.expansion.tensors, image.size))
         return ProcessedPrompt(
             token_ids=encoded.token_ids,
             images=tuple(items),
+            prompt_tensors={
+                name: make(self._loaded.processor, encoded.token_ids)
+                for name, make in self._loaded.family.prompt_outputs.items()
+            },
             mm_token_type_ids=self._loaded.types.types(encoded.token_ids, encoded.image_spans),
             text=text,
         )

@@ -145,14 +145,13 @@ class ChatTemplate:
         in_parts = _try_render(render, parts)
         takes_parts = before in in_parts and after in in_parts and in_parts.count(image_token) == 1
         mark = image_token
-        longest_first = sorted(set(control_tokens), key=len, reverse=True)
         if takes_parts and in_parts.index(before) < in_parts.index(after):
             between = in_parts[in_parts.index(before) + len(before) : in_parts.index(after)]
             mark = between if image_token in between else image_token
         return cls(
             render=render,
             image_token=image_token,
-            control_tokens=re.compile("|".join(map(re.escape, longest_first))),
+            control_tokens=_any_of(control_tokens),
             takes_parts=takes_parts,
             takes_strings=before in _try_render(render, before),
             image_mark=mark,
@@ -248,6 +247,15 @@ def segment_raw(text: str, num_images: int, image_token: str, image_mark: str, b
             f"the prompt has {found} image positions ({image_token!r}), but {num_images} images were given"
         )
     return list(cut_images(text, image_token))
+
+
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Matches the longest of `tokens`. A look at the first character spares trying thousands of them everywhere."""
+    longest_first = sorted(set(tokens), key=len, reverse=True)
+    if not longest_first:
+        return re.compile("(?!)")
+    first = "".join(sorted({re.escape(token[0]) for token in longest_first}))
+    return re.compile(f"(?=[{first}])(?:{'|'.join(map(re.escape, longest_first))})")
 
 
 def _has_image(message: Mapping[str, object]) -> bool:

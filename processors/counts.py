@@ -2,19 +2,18 @@
 
 Most processors of transformers can say how many tokens an image of a size takes without processing one. What they
 count differs by family: the feature rows, the tokens typed as image tokens, or all that stands for the image. Which
-one is found out when the processor is loaded; after that the two must agree for every image.
+one is found out when the processor is loaded; after that the two must agree for every image. Except under a request's
+own options: several processors declare their counts without them.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from processors.errors import ProcessorError, UnsupportedProcessorError
-from processors.hashing import canonical
 
 __all__ = ["DeclaredCounts", "ImageCounts"]
 
@@ -55,30 +54,30 @@ class DeclaredCounts:
         kinds: tuple[Kind, ...] = ("embeds", "typed", "length")
         for kind in kinds:
             counts = cls(processor, kind)
-            if all(counts.declared(size, {}) == own.of(kind) for size, own in made.items()):
+            if all(counts.declared(size) == own.of(kind) for size, own in made.items()):
                 return counts
         size, own = next(iter(made.items()))
         raise UnsupportedProcessorError(
-            f"{type(processor).__name__} declares {cls(processor, 'embeds').declared(size, {})} tokens for an image of "
+            f"{type(processor).__name__} declares {cls(processor, 'embeds').declared(size)} tokens for an image of "
             f"{size[0]}x{size[1]}, but makes {own.embeds} rows, {own.typed} typed tokens, {own.length} tokens"
         )
 
-    def declared(self, size: tuple[int, int], options: Mapping[str, object]) -> int | None:
-        """Tokens declared for an image of (width, height); None if this processor declares none."""
-        return None if self.kind is None else self._ask(size, canonical(options))
+    def declared(self, size: tuple[int, int]) -> int | None:
+        """Tokens declared for an image of (width, height) without options; None if this processor declares none."""
+        return None if self.kind is None else self._ask(size)
 
-    def check(self, size: tuple[int, int], options: Mapping[str, object], made: ImageCounts) -> None:
-        """Raises ProcessorError if the processor made another number of tokens than it declares."""
+    def check(self, size: tuple[int, int], made: ImageCounts) -> None:
+        """Raises ProcessorError if the processor made another number of tokens than it declares, without options."""
         if self.kind is None:
             return
-        declared = self.declared(size, options)
+        declared = self.declared(size)
         if declared != made.of(self.kind):
             raise ProcessorError(
                 f"{self._name} declares {declared} tokens for an image of {size[0]}x{size[1]}, "
                 f"but made {made.of(self.kind)} ({self.kind})"
             )
 
-    def _ask_processor(self, size: tuple[int, int], options: bytes) -> int:
+    def _ask_processor(self, size: tuple[int, int]) -> int:
         width, height = size
-        counts = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)], **json.loads(options))
+        counts = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
         return int(counts["num_image_tokens"][0])

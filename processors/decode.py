@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import struct
+import zlib
 from typing import TYPE_CHECKING
 
 from processors.errors import MediaError, shorten
@@ -14,17 +15,34 @@ from processors.errors import MediaError, shorten
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["decode_image", "upright_rgb"]
+__all__ = ["broken", "check_size", "decode_image", "upright_rgb"]
 
 _EXIF_ORIENTATION = 0x0112
-_BROKEN = (
-    OSError, ValueError, SyntaxError, struct.error, EOFError, LookupError, TypeError, OverflowError, RuntimeError,
-    Warning,
+_FORMATS = (
+    "PNG", "JPEG", "MPO", "GIF", "WEBP", "TIFF", "BMP", "DIB", "PPM", "AVIF", "JPEG2000", "ICO", "ICNS", "TGA", "PCX",
+    "SGI", "DDS", "QOI", "PSD", "XBM", "XPM",
 )  # fmt: skip
-"""What Pillow's decoders raise on damaged files (they parse with plain indexing and struct; warnings may be errors)."""
+"""What is decoded. Left out is what starts other programs or only stubs: EPS (Ghostscript), WMF, FITS, HDF5, ..."""
 
 _PNG_START = b"\x89PNG\r\n\x1a\n"
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
+
+
+def broken() -> tuple[type[Exception], ...]:
+    """What Pillow raises on damaged files and closed pictures: it parses with plain indexing, struct and assert."""
+    from PIL import Image
+
+    parsing = (
+        ValueError,
+        SyntaxError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        struct.error,
+        zlib.error,
+    )
+    return (OSError, EOFError, RuntimeError, AssertionError, Warning, Image.DecompressionBombError, *parsing)
 
 
 def decode_image(data: bytes, background: tuple[int, int, int], max_pixels: int, name: str) -> Image.Image:
@@ -40,23 +58,38 @@ def decode_image(data: bytes, background: tuple[int, int, int], max_pixels: int,
     if data.startswith(_PNG_START) and _PNG_END not in data:
         raise MediaError(f"{name} is cut off: its PNG end mark is missing")
     try:
-        image = Image.open(io.BytesIO(data))
+        Image.init()
+        image = Image.open(io.BytesIO(data), formats=[name for name in _FORMATS if name in Image.OPEN])
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         # Pillow's own guard, which looks before we can and which the application may have set.
         raise MediaError(f"{name} is too large: {shorten(str(error), 150)}") from error
     except Image.UnidentifiedImageError as error:
-        raise MediaError(f"{name} is no image that Pillow can read (it starts with {shorten(data[:16])})") from error
-    except _BROKEN as error:
+        raise MediaError(f"{name} is no image of a known format (it starts with {shorten(data[:16])})") from error
+    except broken() as error:
         raise MediaError(f"{name} is damaged: {shorten(str(error))}") from error
     return upright_rgb(image, background, max_pixels, name)
 
 
 def upright_rgb(image: Image.Image, background: tuple[int, int, int], max_pixels: int, name: str) -> Image.Image:
-    """A new picture: orientation applied once, alpha composited on `background`, RGB; `image` stays as it was.
+    """The picture with its orientation applied once and its alpha composited on `background`, in RGB.
+
+    `image` is used up: what is upright RGB already is not copied.
 
     Raises:
         MediaError: Over `max_pixels`, no pixels, damaged, or a mode without a known meaning.
     """
+    check_size(image, max_pixels, name)
+    try:
+        image.load()
+        picture = _to_rgb(_upright(image), background, name)
+    except broken() as error:
+        raise MediaError(f"{name} is damaged or cut off: {shorten(str(error))}") from error
+    picture.info = {}  # the orientation tag lives here: whoever reads the picture next would turn it once more
+    return picture
+
+
+def check_size(image: Image.Image, max_pixels: int, name: str) -> None:
+    """Raises MediaError for a picture without pixels, or with more than `max_pixels`; nothing is decoded."""
     if image.width < 1 or image.height < 1:
         raise MediaError(f"{name} has no pixels ({image.width}x{image.height})")
     if image.width * image.height > max_pixels:
@@ -64,13 +97,6 @@ def upright_rgb(image: Image.Image, background: tuple[int, int, int], max_pixels
             f"{name} is {image.width}x{image.height}, {image.width * image.height} pixels, "
             f"over the limit of {max_pixels} (max_pixels)"
         )
-    try:
-        image.load()
-        picture = _to_rgb(_upright(image), background, name)
-    except _BROKEN as error:
-        raise MediaError(f"{name} is damaged or cut off: {shorten(str(error))}") from error
-    picture.info = {}  # the orientation tag lives here: whoever reads the picture next would turn it once more
-    return picture
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -88,7 +114,7 @@ def _upright(image: Image.Image) -> Image.Image:
     }
     try:
         orientation = image.getexif().get(_EXIF_ORIENTATION)
-    except _BROKEN:
+    except broken():
         return image
     turn = turns.get(orientation) if isinstance(orientation, int) else None
     return image if turn is None else image.transpose(turn)
@@ -104,8 +130,7 @@ def _to_rgb(image: Image.Image, background: tuple[int, int, int], name: str) -> 
         below = Image.new("RGBA", image.size, (*background, 255))
         return Image.alpha_composite(below, straight.convert("RGBA")).convert("RGB")
     if image.mode in ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"):
-        rgb = image.convert("RGB")
-        return rgb.copy() if rgb is image else rgb
+        return image.convert("RGB") if image.mode != "RGB" else image
     raise MediaError(f"{name} has the mode {image.mode!r}, whose meaning as a picture is not known")
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-__all__ = ["CALL_ERRORS", "TEXT_OUTPUTS", "Expansion", "ImageExpander"]
+__all__ = ["TEXT_OUTPUTS", "Expansion", "ImageExpander", "call_errors"]
 
 TEXT_OUTPUTS = frozenset(
     {
@@ -37,8 +37,13 @@ TEXT_OUTPUTS = frozenset(
 )
 """Outputs that belong to the text of a prompt, in every family."""
 
-CALL_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError, OSError)
-"""What processors raise on pictures, options and prompts that they were not written for."""
+
+def call_errors() -> tuple[type[Exception], ...]:
+    """What processors raise on pictures, options and prompts that they were not written for."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    plain = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError, OSError)
+    return (*plain, StrictDataclassError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +77,16 @@ class ImageExpander:
 
     def call(self, text: str, images: Sequence[Image.Image], options: Mapping[str, object]) -> Mapping[str, Any]:
         """The processor's own call for one prompt."""
-        outputs = self._processor(
-            text=[text],
-            images=[list(images)] if self._family.nested_images else list(images),
-            padding=False,
-            return_tensors="pt",
-            return_mm_token_type_ids=True,
-            return_text_replacement_offsets=True,
+        settings: dict[str, object] = {
+            "padding": False,
+            "return_tensors": "pt",
+            "return_mm_token_type_ids": True,
+            "return_text_replacement_offsets": True,
             **self._family.call_options,
             **options,
-        )
+        }
+        nested = [list(images)] if self._family.nested_images else list(images)
+        outputs = self._processor(text=[text], images=nested, **settings)
         assert isinstance(outputs, Mapping)
         return outputs
 
@@ -96,7 +101,7 @@ class ImageExpander:
         copies = 1 if alone or not self._family.company else 2
         try:
             outputs = self.call(self.image_text * copies, [image] * copies, options)
-        except CALL_ERRORS as error:
+        except call_errors() as error:
             kind = OptionError if options else ProcessorError
             given = f" with the options {shorten(dict(options))}" if options else ""
             raise kind(
@@ -119,14 +124,17 @@ class ImageExpander:
 
     def _image_outputs(self, outputs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
         """The outputs that do not belong to the text, as tensors."""
+        import numpy
         import torch
 
         found = []
         for name, value in outputs.items():
-            if name in TEXT_OUTPUTS or name in self._family.dropped_outputs:
+            if name in TEXT_OUTPUTS or name in self._family.dropped_outputs or name in self._family.prompt_outputs:
                 continue
-            if isinstance(value, list) and all(isinstance(item, int) for item in value):
+            if isinstance(value, list) and _is_numbers(value):
                 value = torch.tensor(value)
+            elif isinstance(value, numpy.ndarray):
+                value = torch.from_numpy(value)
             if not isinstance(value, torch.Tensor):
                 raise UnsupportedProcessorError(f"{self._name} returns {name!r} as a {type(value).__name__}")
             found.append((name, value))
@@ -136,3 +144,10 @@ class ImageExpander:
         if copies == 1 or value.shape[0] != copies:
             return value
         return value[:1].clone()
+
+
+def _is_numbers(value: object) -> bool:
+    """Whether `value` is an integer or nested lists of them, as some processors return counts and grids."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_numbers(item) for item in value)
+    return isinstance(value, int)

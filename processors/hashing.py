@@ -35,7 +35,7 @@ def canonical(options: Mapping[str, object]) -> bytes:
 
 def fingerprint(*parts: str) -> str:
     """A short stable name for what `parts` describe, e.g. a processor's configuration and its library's version."""
-    digest = hashlib.blake2b(digest_size=32)
+    digest = hashlib.sha256()
     for part in parts:
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
@@ -48,7 +48,7 @@ def image_key(image: Image.Image, options: Mapping[str, object], processor: str,
     `image_id`, the caller's own name for the content, takes the place of the pixels: the caller then vouches that
     equal ids mean equal pictures. Ids and pixels can not collide: each kind has its own prefix.
     """
-    digest = hashlib.blake2b(digest_size=32)
+    digest = hashlib.sha256()
     settings = canonical(options)
     digest.update(f"{processor}|{len(settings)}|".encode() + settings)
     digest.update(f"|{image.mode}|{image.width}x{image.height}|".encode())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ def take_apart(processor: Any, model_config: Mapping[str, object]) -> LoadedProc
     family = family_of(name)
     if family.refused is not None:
         raise UnsupportedProcessorError(f"{name}: {family.refused}")
+    if family.complete is not None:
+        family.complete(processor, model_config)
     image_token = _image_token(processor, family)
     expander = ImageExpander(processor, family)
     placeholders = _placeholder_ids(processor, image_token)

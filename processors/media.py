@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias, Union
 
 from processors.arrays import is_array, picture_from_array
-from processors.decode import decode_image, upright_rgb
+from processors.decode import broken, check_size, decode_image, upright_rgb
 from processors.errors import MediaError, shorten
 
 if TYPE_CHECKING:
@@ -78,13 +78,22 @@ def load_image(source: ImageSource, options: MediaOptions = MediaOptions()) -> I
     from PIL import Image
 
     if isinstance(source, Image.Image):
-        return upright_rgb(source, options.background, options.max_pixels, "the PIL image")
+        check_size(source, options.max_pixels, "the PIL image")
+        return upright_rgb(_own_copy(source), options.background, options.max_pixels, "the PIL image")
     if is_array(source):
         return upright_rgb(picture_from_array(source), options.background, options.max_pixels, "the array")
     data, name = _read_bytes(source, options)
     if len(data) > options.max_bytes:
         raise MediaError(f"{name} has {len(data)} bytes, over the limit of {options.max_bytes} (max_bytes)")
     return decode_image(data, options.background, options.max_pixels, name)
+
+
+def _own_copy(image: Image.Image) -> Image.Image:
+    """The caller's picture, decoded, as one that is ours to use up."""
+    try:
+        return image.copy()
+    except broken() as error:
+        raise MediaError(f"the PIL image is damaged or cut off: {shorten(str(error))}") from error
 
 
 def _read_bytes(source: object, options: MediaOptions) -> tuple[bytes, str]:

@@ -10,8 +10,14 @@ from processors.errors import OptionError, shorten
 
 __all__ = ["OptionTable"]
 
-_OURS = frozenset({"return_tensors", "device", "data_format", "input_data_format", "disable_grouping"})
-"""Set by this layer for every request: where and in which layout the outputs are made."""
+_OURS = frozenset(
+    {
+        "return_tensors", "device", "data_format", "input_data_format", "disable_grouping",
+        "image_seq_length", "return_row_col_info", "patch_size", "temporal_patch_size", "merge_size",
+    }
+)  # fmt: skip
+"""Not for a request: where and in which layout outputs are made, what the text that stands for an image needs, and
+the geometry that the model's weights were made for."""
 
 
 @dataclass(frozen=True, slots=True)

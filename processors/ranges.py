@@ -39,6 +39,13 @@ class TypeRule:
     kind: Literal["ids", "span", "none"]
     ids: frozenset[int] = frozenset()
 
+    def count(self, token_ids: Sequence[int], span: tuple[int, int]) -> int:
+        """Tokens of one span that have the type 1."""
+        start, end = span
+        if self.kind == "none":
+            return 0
+        return end - start if self.kind == "span" else sum(i in self.ids for i in token_ids[start:end])
+
     def types(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         """One type a token: 1 in the images' spans by this rule, 0 everywhere else; empty for "none"."""
         if self.kind == "none":

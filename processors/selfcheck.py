@@ -1,9 +1,10 @@
 """The check made when a processor is loaded: what is put together here is what the processor itself makes.
 
 A prompt with two neighbouring images of different shape goes through the processor's own call, and through the parts
-of this package. Ids must be equal; every output must belong to an image or to the text; and the rule by which token
-types follow from ranges must give the processor's own types. A processor that differs is refused with the difference, so a
-family that lays prompts out in a new way can not be served wrongly.
+of this package. Ids must be equal; every output must belong to an image or to the text; the rule by which token types
+follow from ranges must give the processor's own types; and the number of tokens that it declares must be the number
+that it makes. A processor that differs is refused with the difference, so a family that lays prompts out in a new way
+can not be served wrongly.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from processors.chat import Segment, cut_images
 from processors.counts import DeclaredCounts, ImageCounts
 from processors.encode import EncodedPrompt, PromptEncoder
 from processors.errors import ProcessorError, UnsupportedProcessorError, shorten
-from processors.expand import CALL_ERRORS, TEXT_OUTPUTS, Expansion, ImageExpander
+from processors.expand import TEXT_OUTPUTS, Expansion, ImageExpander, call_errors
 from processors.families import Family
 from processors.ranges import TypeRule, range_from_ids
 
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["CheckedProcessor", "check_processor", "counts_of", "put_in"]
+__all__ = ["CheckedProcessor", "check_processor", "count_alone", "counts_of", "put_in"]
 
 _SHAPES = (((64, 48), (40, 90)), ((64, 48), (64, 48)), ((64, 48),))
 """The pictures of the check; the later sets for processors that take no pictures of different size, or only one."""
@@ -85,15 +86,15 @@ def check_processor(
     encoded = encoder.encode(put_in(processor, family, list(cut_images(text, image_token)), expansions))
     _check_ids(name, [int(i) for i in whole["input_ids"][0]], list(encoded.token_ids))
     names = {output for expansion in expansions for output in expansion.tensors}
-    unclaimed = set(whole) - TEXT_OUTPUTS - names - set(family.dropped_outputs)
+    for output, make in family.prompt_outputs.items():
+        if make(processor, encoded.token_ids).tolist() != whole[output].tolist():
+            raise UnsupportedProcessorError(f"{name} makes another {output!r} than follows from the prompt's ids")
+    unclaimed = set(whole) - TEXT_OUTPUTS - names - set(family.dropped_outputs) - set(family.prompt_outputs)
     if unclaimed:
         raise UnsupportedProcessorError(f"{name} returns outputs that belong to no image: {sorted(unclaimed)}")
     types = _type_rule(name, processor, whole, encoded)
     feature_id = _feature_id(model_config, encoded)
-    made = {
-        picture.size: counts_of(encoded, span, feature_id, types)
-        for picture, span in zip(pictures, encoded.image_spans, strict=True)
-    }
+    made = {picture.size: count_alone(picture, expander, encoder, feature_id, types) for picture in pictures}
     return CheckedProcessor(
         types=types,
         counts=DeclaredCounts.find(processor, made, family.declares_counts),
@@ -103,10 +104,18 @@ def check_processor(
     )
 
 
+def count_alone(
+    picture: Image.Image, expander: ImageExpander, encoder: PromptEncoder, feature_id: int, types: TypeRule
+) -> ImageCounts:
+    """What a picture takes that is the only one of its prompt."""
+    encoded = encoder.encode([Segment("image", expander.expand(picture, {}).text)])
+    return counts_of(encoded, encoded.image_spans[0], feature_id, types)
+
+
 def counts_of(encoded: EncodedPrompt, span: tuple[int, int], feature_id: int, types: TypeRule) -> ImageCounts:
     """What the image at `span` takes."""
     placed = range_from_ids(encoded.token_ids, span, feature_id)
-    return ImageCounts(placed.num_embeds, sum(types.types(encoded.token_ids, [span])), placed.length)
+    return ImageCounts(placed.num_embeds, types.count(encoded.token_ids, span), placed.length)
 
 
 def _feature_id(model_config: Mapping[str, object], encoded: EncodedPrompt) -> int:
@@ -130,7 +139,7 @@ def _own_call(name: str, expander: ImageExpander) -> tuple[str, list[Image.Image
         text = expander.image_text * len(pictures) + "\nWhat differs?"
         try:
             return text, pictures, expander.call(text, pictures, {})
-        except CALL_ERRORS as error:
+        except call_errors() as error:
             refusals.append(error)
     raise UnsupportedProcessorError(f"{name} fails on a plain prompt: {shorten(str(refusals[0]), 300)}") from refusals[
         0

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["AUTO_ORDER", "BackendChoice", "choose_backend", "known_backends", "make_backend"]
 
 _FACTORIES: Final = {
+    "xformers": ("mmserve.attention.xformers", "XFormersBackend"),
+    "native": ("mmserve.attention.native", "NativeBackend"),
     "reference": ("mmserve.attention.reference", "ReferenceBackend"),
 }
 """Name -> module and class; the module is imported on first use."""
 
-AUTO_ORDER: Final = ("reference",)
+AUTO_ORDER: Final = ("xformers", "native", "reference")
 """What "auto" tries, fastest first; the last one declines nothing."""
 
 

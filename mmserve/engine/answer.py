@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mmserve.engine.batch import SampledToken
+from dataclasses import dataclass
+
+from mmserve.engine.batch import PromptReport, SampledToken
 from mmserve.engine.detokenizer import Detokenizer, TextDecoder
 from mmserve.types import (
     FinishReason,
@@ -14,33 +16,44 @@ from mmserve.types import (
     TokenLogprobs,
     Usage,
 )
+from processors.types import ProcessedPrompt
 
-__all__ = ["Answer"]
+__all__ = ["Answer", "AnswerTimes"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTimes:
+    """What happened before a request came to the engine, on the clock of `time.monotonic()`.
+
+    Attributes:
+        arrival: When the user called.
+        ready: When the prompt was processed.
+        preprocess: Seconds of reading images and building the prompt.
+    """
+
+    arrival: float
+    ready: float
+    preprocess: float
 
 
 class Answer:
     """Collects what a request's steps bring.
 
     Args:
-        request_id: Unique in the engine.
+        request_id: Of the request that it answers.
+        prompt: Expanded ids and images.
         sampling: Resolved.
         decoder: The engine's.
-        num_prompt, num_image: Tokens of the expanded prompt, and those of them that stand for images.
-        arrival: When the user called. ready: When the prompt was processed. Both on the engine's clock, in seconds.
-        preprocess: Seconds of reading images and building the prompt.
+        times: What happened before.
     """
 
     def __init__(
         self,
         request_id: str,
+        prompt: ProcessedPrompt,
         sampling: SamplingParams,
         decoder: TextDecoder,
-        *,
-        num_prompt: int,
-        num_image: int,
-        arrival: float,
-        ready: float,
-        preprocess: float,
+        times: AnswerTimes,
     ) -> None:
         self.request_id = request_id
         self.finish_reason: FinishReason | None = None
@@ -51,15 +64,18 @@ class Answer:
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._decoder = decoder
         self._detokenizer = Detokenizer(decoder, sampling.stop, sampling.min_tokens)
-        self._num_prompt = num_prompt
-        self._num_image = num_image
-        self._arrival = arrival
-        self._ready = ready
-        self._preprocess = preprocess
+        self._num_prompt = len(prompt.token_ids)
+        self._num_image = prompt.num_image_tokens
+        self._times = times
         self._first_token = 0.0
         self._last_token = 0.0
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: dict[int, TokenLogprobs] = {}
+        self._row_positions: frozenset[int] = frozenset()
+        if sampling.prompt_logprobs is not None:
+            # What stands at an image's row is a placeholder that nobody predicts.
+            self._row_positions = frozenset(i for image in prompt.images for i in image.range.embed_positions())
         self._sent = 0
         self._last_text = ""
 
@@ -87,11 +103,18 @@ class Answer:
             return None
         return StreamDelta(text=text, token_ids=self._unsent()) if text else None
 
+    def take_prompt_report(self, report: PromptReport) -> None:
+        """Note log-probabilities of prompt tokens; told twice after a preemption, the same."""
+        for position, token in enumerate(report.tokens, report.start):
+            if position not in self._row_positions:
+                self._prompt_logprobs[position] = self._describe(token)
+
     def complete(self) -> GenerationOutput:
         """The whole answer; call once, after `finish_reason` was set, and before `last_delta`."""
         self._last_text += self._detokenizer.finish()
         count = len(self._token_ids)
-        scheduled = self._ready if self.first_scheduled is None else self.first_scheduled
+        times = self._times
+        scheduled = times.ready if self.first_scheduled is None else self.first_scheduled
         decode = (self._last_token - self._first_token) / (count - 1) if count > 1 else None
         assert self.finish_reason is not None
         return GenerationOutput(
@@ -105,20 +128,26 @@ class Answer:
                 completion_tokens=count,
             ),
             metrics=Metrics(
-                preprocess=self._preprocess,
-                queue=max(0.0, scheduled - self._ready),
+                preprocess=times.preprocess,
+                queue=max(0.0, scheduled - times.ready),
                 encode=self.encode_seconds,
-                first_token=max(0.0, self._first_token - self._arrival),
+                first_token=max(0.0, self._first_token - times.arrival),
                 per_token=decode,
-                total=max(0.0, self._last_token - self._arrival),
+                total=max(0.0, self._last_token - times.arrival),
             ),
             logprobs=tuple(self._logprobs) if self._sampling.logprobs is not None else None,
+            prompt_logprobs=self._prompt_report(),
             request_id=self.request_id,
         )
 
     def last_delta(self, output: GenerationOutput) -> StreamDelta:
         """The stream's end: text held back until now, and the whole answer."""
         return StreamDelta(text=self._last_text, token_ids=self._unsent(), output=output)
+
+    def _prompt_report(self) -> tuple[TokenLogprobs | None, ...] | None:
+        if not self._prompt_logprobs:
+            return (None,) * self._num_prompt if self._sampling.prompt_logprobs is not None else None
+        return tuple(self._prompt_logprobs.get(position) for position in range(self._num_prompt))
 
     def _unsent(self) -> tuple[int, ...]:
         token_ids = tuple(self._token_ids[self._sent :])

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from mmserve.types import SamplingParams
 
 if TYPE_CHECKING:
+    import torch
+
     from mmserve.errors import RequestError
     from mmserve.model.interface import PromptPlan
     from processors.types import ProcessedPrompt
 
-__all__ = ["ImageToEncode", "NewRequest", "SampledToken", "ScheduledBatch", "ScheduledChunk", "StepOutput"]
+__all__ = [
+    "BlockCopy",
+    "Fork",
+    "ImageToEncode",
+    "LogitsProcessor",
+    "NewRequest",
+    "PromptReport",
+    "SampledToken",
+    "ScheduledBatch",
+    "ScheduledChunk",
+    "StepOutput",
+]
+
+
+LogitsProcessor: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
+"""As transformers' LogitsProcessor: ids int64 [1, L] and scores float32 [1, V] to scores [1, V]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A further answer to a request: its own id and seed, the same prompt and options."""
+
+    request_id: str
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +52,8 @@ class NewRequest:
         sampling: Fully resolved: no field is None that a default exists for.
         seed: Of the request's random choices; its own, or one drawn at admission.
         bad_words: Token sequences of `sampling.bad_words`.
+        processors: The caller's own: (ids int64 [1, L], scores [1, V]) -> scores [1, V].
+        forks: Further answers, which come to life when the first token is sampled.
     """
 
     request_id: str
@@ -35,6 +62,8 @@ class NewRequest:
     sampling: SamplingParams
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    processors: tuple[LogitsProcessor, ...] = ()
+    forks: tuple[Fork, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +77,7 @@ class ScheduledChunk:
         block_ids: Blocks added to the request's table in this step, in order; the whole table if `restarted`.
         restarted: First step, or first after a preemption: forget the old table.
         samples: The chunk ends at the last known token, so a new one is sampled from its logits.
+        forks: Whether the request's forks begin here: they share its blocks, and each samples from the same logits.
     """
 
     request_id: str
@@ -56,6 +86,23 @@ class ScheduledChunk:
     block_ids: tuple[int, ...]
     restarted: bool
     samples: bool
+    forks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Before the forward: copy block `source` to `target`, which takes its place in the request's table.
+
+    A request is about to write to a block that others read too (forks that share a block that is not full)::
+
+        before   table of a [ 4 | 7 ]   table of b [ 4 | 7 ]
+        after    table of a [ 4 | 9 ]   table of b [ 4 | 7 ]      BlockCopy(a, index=1, source=7, target=9)
+    """
+
+    request_id: str
+    index: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +122,7 @@ class ScheduledBatch:
         step: Running number.
         new: Requests that the runner must take in first.
         chunks: What to compute; each request at most once.
+        copies: Blocks to copy before the forward.
         encode: Images to encode before the forward.
         preempted: Requests that lost their blocks; each comes back with a `restarted` chunk, or is finished.
         dropped_images: Keys whose rows the runner lets go of, before it encodes.
@@ -84,6 +132,7 @@ class ScheduledBatch:
     step: int
     new: tuple[NewRequest, ...]
     chunks: tuple[ScheduledChunk, ...]
+    copies: tuple[BlockCopy, ...]
     encode: tuple[ImageToEncode, ...]
     preempted: tuple[str, ...]
     dropped_images: tuple[str, ...]
@@ -100,17 +149,27 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptReport:
+    """Prompt tokens start, start + 1, ... with their log-probabilities, as the tokens before them have it."""
+
+    start: int
+    tokens: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step produced.
 
     Attributes:
-        sampled: Request id -> its new token.
-        failed: Request id -> why it failed, alone; its chunk's other results are void.
+        sampled: Request id -> its new token; forks that begin included.
+        failed: Request id -> why it failed, alone; its chunk's other results are void, and its forks do not begin.
+        prompt_reports: Request id -> log-probabilities of the prompt tokens that this step could see.
         image_bytes: Key of each image encoded in this step -> bytes of its rows.
         encode_seconds: Request id -> time in the vision tower.
     """
 
     sampled: Mapping[str, SampledToken]
     failed: Mapping[str, RequestError] = field(default_factory=dict)
+    prompt_reports: Mapping[str, PromptReport] = field(default_factory=dict)
     image_bytes: Mapping[str, int] = field(default_factory=dict)
     encode_seconds: Mapping[str, float] = field(default_factory=dict)

@@ -21,6 +21,8 @@ __all__ = ["Detokenizer", "TextDecoder", "TokenDecoder"]
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _UNFINISHED = "\ufffd"
+_MOST_UNDECIDED = 16
+"""Tokens after which what ends in replacement characters is looked at again."""
 
 
 class TokenDecoder(Protocol):
@@ -42,6 +44,7 @@ class TextDecoder:
         self._tokenizer = tokenizer
         self._special = _special_ids(tokenizer)
         self._is_byte: dict[int, bool] = {}
+        self._texts: dict[int, str] = {}
 
     def is_special(self, token_id: int) -> bool:
         """Whether `decode(skip_special_tokens=True)` leaves the token out."""
@@ -62,6 +65,16 @@ class TextDecoder:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, special ones left out."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def decode_context(self, token_ids: Sequence[int]) -> str:
+        """As `decode`, remembering single tokens: most contexts are one."""
+        if len(token_ids) != 1:
+            return self.decode(token_ids)
+        token_id = token_ids[0]
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode(token_ids)
         return text
 
     def decode_one(self, token_id: int) -> str:
@@ -126,19 +139,36 @@ class Detokenizer:
         """Text that the tokens so far settle."""
         if self._decoder.is_byte(self._ids[-1]):
             return ""
-        before = self._decoder.decode(self._ids[self._context : self._decided])
+        before = self._decoder.decode_context(self._ids[self._context : self._decided])
         window = self._decoder.decode(self._ids[self._context :])
         if len(window) <= len(before):
             return ""
-        undecided = len(window) - len(window.rstrip(_UNFINISHED))
-        if undecided:
+        decided = self._settled(window) if window.endswith(_UNFINISHED) else len(self._ids)
+        if decided is None:
             return ""
-        self._context = self._decided
-        self._decided = len(self._ids)
+        if decided < len(self._ids):
+            window = self._decoder.decode(self._ids[self._context : decided])
+        self._context, self._decided = self._decided, decided
         return window[len(before) :]
 
+    def _settled(self, window: str) -> int | None:
+        """How many tokens are settled, of many that end in replacement characters; None if they may still change.
+
+        A character takes four bytes at most, so all but the last few of a long row of bad bytes stay what they are;
+        without this a model that says nothing else would cost the square of what it says.
+        """
+        if len(self._ids) - self._decided < _MOST_UNDECIDED:
+            return None
+        for decided in range(len(self._ids) - 4, len(self._ids) - 8, -1):
+            if self._decoder.is_byte(self._ids[decided - 1]):
+                continue
+            # A cut inside a character would show as a replacement character that the whole does not have.
+            if window.startswith(self._decoder.decode(self._ids[self._context : decided])):
+                return decided
+        return None
+
     def _decide_rest(self) -> str:
-        before = self._decoder.decode(self._ids[self._context : self._decided])
+        before = self._decoder.decode_context(self._ids[self._context : self._decided])
         return self._decoder.decode(self._ids[self._context :])[len(before) :]
 
     def _release(self, new: str, *, final: bool) -> str:

@@ -21,10 +21,10 @@ class RequestHandle:
 
     Args:
         request_id: Unique in the engine.
-        abort: Called with the id to abort the request.
+        abort: Called with this handle to abort the request.
     """
 
-    def __init__(self, request_id: str, abort: Callable[[str], object]) -> None:
+    def __init__(self, request_id: str, abort: Callable[[RequestHandle], object]) -> None:
         self.request_id = request_id
         self._abort = abort
         self._future: concurrent.futures.Future[GenerationOutput] = concurrent.futures.Future()
@@ -43,7 +43,7 @@ class RequestHandle:
     def abort(self) -> None:
         """Give the request up. `result` then raises RequestAborted, unless it was done before."""
         if not self.done:
-            self._abort(self.request_id)
+            self._abort(self)
 
     def result(self, timeout: float | None = None) -> GenerationOutput:
         """Wait for the answer.

@@ -40,6 +40,15 @@ class BlockTables:
             self._free.append(row)
         return NO_ROW
 
+    def replace(self, row: int, index: int, block: int) -> None:
+        """Put another block in a row's place."""
+        self.blocks[row, index] = block
+
+    def copy(self, source: int, target: int) -> None:
+        """Give an empty row the blocks of another."""
+        self.lengths[target] = self.lengths[source]
+        self.blocks[target, : self.lengths[source]] = self.blocks[source, : self.lengths[source]]
+
     def extend(self, row: int, block_ids: Sequence[int]) -> None:
         """Add blocks to a row."""
         if block_ids:
@@ -67,11 +76,14 @@ class SequenceRecord:
     """
 
     def __init__(self, new: NewRequest, vocab_size: int, device: torch.device) -> None:
+        self.new = new
         self.request_id = new.request_id
         self.prompt = prompt = new.prompt
         self.plan = new.plan
         self.row = NO_ROW
-        self.sampling = SequenceState(new.sampling, new.seed, new.bad_words, prompt.token_ids, vocab_size, device)
+        self.sampling = SequenceState(
+            new.sampling, new.seed, new.bad_words, prompt.token_ids, vocab_size, device, new.processors
+        )
         self.num_prompt = len(prompt.token_ids)
         room = self.num_prompt + (new.sampling.max_tokens or 0)
         self.token_ids: npt.NDArray[np.int64] = np.zeros(room, dtype=np.int64)
@@ -82,6 +94,12 @@ class SequenceRecord:
             for index, image in enumerate(prompt.images)
             if image.range.num_embeds
         )
+
+    def num_report_rows(self, chunk: ScheduledChunk) -> int:
+        """Leading tokens of a chunk whose logits are wanted for the report on the prompt tokens after them."""
+        if self.new.sampling.prompt_logprobs is None or self.length > self.num_prompt:
+            return 0
+        return max(0, min(chunk.start + chunk.num_tokens, self.num_prompt - 1) - chunk.start)
 
     def append(self, token_id: int) -> None:
         """Add a generated token."""
@@ -129,7 +147,6 @@ def pack(
     absolute = np.arange(total) - offsets[sequence] + starts[sequence]
     slots = block_tables[sequence, absolute // tables.block_size].astype(np.int64) * tables.block_size
     slots += absolute % tables.block_size
-    samples = np.fromiter((chunk.samples for chunk in chunks), dtype=bool, count=len(chunks))
 
     def to(array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -147,7 +164,7 @@ def pack(
             slot_mapping=to(slots),
             spans=tuple(_spans(chunk, record) for chunk, record in zip(chunks, records, strict=True)),
         ),
-        logit_indices=to(offsets[1:][samples] - 1),
+        logit_indices=to(_logit_indices(chunks, records, offsets)),
         sequences=tuple(
             SequenceInput(record.request_id, record.prompt, chunk.start)
             for chunk, record in zip(chunks, records, strict=True)
@@ -155,6 +172,21 @@ def pack(
         if with_sequences
         else (),
     )
+
+
+def _logit_indices(
+    chunks: Sequence[ScheduledChunk], records: Sequence[SequenceRecord], offsets: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Packed indices, chunk by chunk: those to report on, then the one to sample from."""
+    if all(record.new.sampling.prompt_logprobs is None for record in records):
+        samples = np.fromiter((chunk.samples for chunk in chunks), dtype=bool, count=len(chunks))
+        return offsets[1:][samples] - 1
+    wanted: list[int] = []
+    for chunk, record, at in zip(chunks, records, offsets.tolist(), strict=False):
+        wanted += range(at, at + record.num_report_rows(chunk))
+        if chunk.samples:
+            wanted.append(at + chunk.num_tokens - 1)
+    return np.asarray(wanted, dtype=np.int64)
 
 
 def _positions(

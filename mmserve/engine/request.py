@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mmserve.cache.encoder_ledger import EncodedImage
 from mmserve.cache.prefix_index import CachedBlock
@@ -27,15 +27,12 @@ class ImageExtent:
     Attributes:
         index: Its number among the prompt's images.
         key: Content key.
-        start, stop: Its placeholder range, half-open.
         first_row, last_row: Absolute positions of its first and last feature row.
         num_rows: Feature rows.
     """
 
     index: int
     key: str
-    start: int
-    stop: int
     first_row: int
     last_row: int
     num_rows: int
@@ -47,13 +44,13 @@ class Request:
 
     Attributes:
         request_id: Unique in the engine.
-        order: Place in line, lower first: (effective arrival, arrival).
+        order: Place in line, lower first: (effective arrival, arrival, number among the answers to one prompt).
         token_ids: Prompt and generated ids; the last one has no keys and values yet.
         num_prompt: Length of the expanded prompt.
         images: Those that take rows, in prompt order.
         spans: Both-way spans, ascending.
         content: Gives the content of a block, for its key.
-        shareable: Whether its blocks may come from, and go to, the prefix index.
+        reads_prefix, writes_prefix: Whether its blocks may come from, and go to, the prefix index.
         state: Where it is.
         num_computed: Tokens whose keys and values are in its blocks.
         block_table: Its blocks, in order.
@@ -64,16 +61,19 @@ class Request:
         held: Position in `images` -> ledger entry, from the step that needs it first until its last row is computed.
         next_image: First image that has rows still to be computed.
         started: Whether the runner knows it.
+        chunk_limit: Most tokens of a chunk of its prompt, if it has a limit of its own.
+        forks: Ids of further answers, until they have begun.
     """
 
     request_id: str
-    order: tuple[int, int]
+    order: tuple[int, int, int]
     token_ids: list[int]
     num_prompt: int
     images: tuple[ImageExtent, ...]
     spans: tuple[tuple[int, int], ...]
     content: ContentMap
-    shareable: bool = True
+    reads_prefix: bool = True
+    writes_prefix: bool = True
     state: RequestState = RequestState.WAITING
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -84,6 +84,8 @@ class Request:
     held: dict[int, EncodedImage] = field(default_factory=dict)
     next_image: int = 0
     started: bool = False
+    chunk_limit: int | None = None
+    forks: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -94,3 +96,20 @@ class Request:
     def num_missing(self) -> int:
         """Known tokens that are not computed yet."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_seats(self) -> int:
+        """Places among the running ones that it takes: its own, and those of forks to come."""
+        return 1 + len(self.forks)
+
+    def fork(self, number: int) -> Request:
+        """Further answer `number` (from 1), as it begins: it has computed all that this request has."""
+        return replace(
+            self,
+            request_id=self.forks[number - 1],
+            order=(*self.order[:2], number),
+            token_ids=list(self.token_ids),
+            block_table=list(self.block_table),
+            held={},
+            forks=(),
+        )

@@ -13,17 +13,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from mmserve.cache.tensors import allocate
-from mmserve.engine.batch import ImageToEncode, SampledToken, ScheduledBatch, ScheduledChunk, StepOutput
+from mmserve.engine.batch import (
+    BlockCopy,
+    ImageToEncode,
+    PromptReport,
+    SampledToken,
+    ScheduledBatch,
+    ScheduledChunk,
+    StepOutput,
+)
 from mmserve.engine.packing import BlockTables, SequenceRecord, pack
-from mmserve.engine.sampler import Sampler
+from mmserve.engine.sampler import Sampler, describe_tokens
 from mmserve.errors import ModelOutputError, RequestError
 from mmserve.model.interface import ImageRows, Model
+from processors.types import ImageItem
 
 __all__ = ["ModelRunner"]
+
+
+@dataclass(slots=True)
+class _Output:
+    """A `StepOutput` being put together."""
+
+    sampled: dict[str, SampledToken] = field(default_factory=dict)
+    failed: dict[str, RequestError] = field(default_factory=dict)
+    prompt_reports: dict[str, PromptReport] = field(default_factory=dict)
+    image_bytes: dict[str, int] = field(default_factory=dict)
+    encode_seconds: dict[str, float] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -51,9 +72,10 @@ class ModelRunner:
         self._model = model
         self._device = torch.device(device)
         spec = model.cache_spec()
-        model.bind_cache(
-            allocate(spec.layers, num_blocks=num_blocks, block_size=block_size, dtype=spec.dtype, device=self._device)
+        self._caches = allocate(
+            spec.layers, num_blocks=num_blocks, block_size=block_size, dtype=spec.dtype, device=self._device
         )
+        model.bind_cache(self._caches)
         self._sampler = Sampler(model.vocab_size, model.forbidden_token_ids, self._device)
         self._tables = BlockTables(max_num_seqs, max_model_len, block_size)
         self._records: dict[str, SequenceRecord] = {}
@@ -77,27 +99,30 @@ class ModelRunner:
         that goes wrong is raised: no single request can be blamed for it.
         """
         self._take_in(batch)
-        failed: dict[str, RequestError] = {}
-        image_bytes, seconds = self._encode(batch.encode, failed)
-        chunks = [chunk for chunk in batch.chunks if self._has_its_images(chunk, failed)]
+        output = _Output()
+        self._encode(batch.encode, output)
+        chunks = [chunk for chunk in batch.chunks if self._has_its_images(chunk, output.failed)]
+        self._copy_blocks(batch.copies)
         for chunk in batch.chunks:
             record = self._records[chunk.request_id]
             if chunk.restarted:
                 record.row = self._tables.take()
             self._tables.extend(record.row, chunk.block_ids)
-        sampled: dict[str, SampledToken] = {}
         # A model with state of its own runs each request by itself, so that one failing harms no other.
         for group in ([chunk] for chunk in chunks) if self._model.needs_sequences else [chunks] * bool(chunks):
-            self._forward(group, sampled, failed)
-        return StepOutput(sampled, failed, image_bytes, seconds)
+            self._forward(group, output)
+        return StepOutput(
+            output.sampled, output.failed, output.prompt_reports, output.image_bytes, output.encode_seconds
+        )
 
     # -- coming and going -----------------------------------------------------------------------
 
     def _take_in(self, batch: ScheduledBatch) -> None:
-        for request_id in (*batch.finished, *batch.preempted):
-            self._records[request_id].row = self._tables.give_back(self._records[request_id].row)
+        for request_id in batch.preempted:
+            record = self._records[request_id]
+            record.row = self._tables.give_back(record.row)
         for request_id in batch.finished:
-            del self._records[request_id]
+            self._forget(request_id)
         if self._model.needs_sequences and (batch.finished or batch.preempted):
             self._model.release((*batch.finished, *batch.preempted))
         for key in batch.dropped_images:
@@ -105,33 +130,55 @@ class ModelRunner:
         for new in batch.new:
             self._records[new.request_id] = SequenceRecord(new, self._model.vocab_size, self._device)
 
+    def _forget(self, request_id: str) -> None:
+        self._tables.give_back(self._records.pop(request_id).row)
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        if not copies:
+            return
+        sources = torch.tensor([copy.source for copy in copies], device=self._device)
+        targets = torch.tensor([copy.target for copy in copies], device=self._device)
+        for cache in self._caches:
+            cache.key[targets] = cache.key[sources]
+            cache.value[targets] = cache.value[sources]
+        for copy in copies:
+            self._tables.replace(self._records[copy.request_id].row, copy.index, copy.target)
+
+    def _begin_forks(self, parent: SequenceRecord) -> list[SequenceRecord]:
+        """Records of the parent's forks, which have computed what it has."""
+        forks = []
+        for fork in parent.new.forks:
+            new = replace(parent.new, request_id=fork.request_id, seed=fork.seed, forks=())
+            record = SequenceRecord(new, self._model.vocab_size, self._device)
+            record.row = self._tables.take()
+            self._tables.copy(parent.row, record.row)
+            self._records[fork.request_id] = record
+            forks.append(record)
+        return forks
+
     # -- images ---------------------------------------------------------------------------------
 
-    def _encode(
-        self, wanted: Sequence[ImageToEncode], failed: dict[str, RequestError]
-    ) -> tuple[dict[str, int], dict[str, float]]:
-        """Encode the step's new images; returns bytes by key and seconds by request."""
+    def _encode(self, wanted: Sequence[ImageToEncode], output: _Output) -> None:
+        """Encode the step's new images."""
         if not wanted:
-            return {}, {}
+            return
         items = [self._records[image.request_id].prompt.images[image.index] for image in wanted]
         began = time.perf_counter()
         results = self._encode_apart(items)
         share = (time.perf_counter() - began) / len(wanted)
-        nbytes: dict[str, int] = {}
-        seconds: dict[str, float] = {}
+        seconds = output.encode_seconds
         for image, item, result in zip(wanted, items, results, strict=True):
             seconds[image.request_id] = seconds.get(image.request_id, 0.0) + share
             if isinstance(result, ImageRows):
                 error = _row_error(result, image.index, item.range.num_embeds)
                 if error is None:
-                    self._images[image.key] = result
-                    nbytes[image.key] = result.nbytes()
+                    self._images[image.key] = owned = _owned(result)
+                    output.image_bytes[image.key] = owned.nbytes()
                     continue
                 result = error
-            failed.setdefault(image.request_id, _as_request_error(result, image.index))
-        return nbytes, seconds
+            output.failed.setdefault(image.request_id, _as_request_error(result, image.index))
 
-    def _encode_apart(self, items: Sequence) -> list[ImageRows | Exception]:
+    def _encode_apart(self, items: Sequence[ImageItem]) -> list[ImageRows | Exception]:
         """`model.encode`; if it raises for a batch, each image by itself, so that only the culprit fails."""
         try:
             return self._model.encode(items)
@@ -155,41 +202,62 @@ class ModelRunner:
 
     # -- forward --------------------------------------------------------------------------------
 
-    def _forward(
-        self, chunks: Sequence[ScheduledChunk], sampled: dict[str, SampledToken], failed: dict[str, RequestError]
-    ) -> None:
+    def _forward(self, chunks: Sequence[ScheduledChunk], output: _Output) -> None:
         records = [self._records[chunk.request_id] for chunk in chunks]
         packed = pack(
             chunks, records, self._tables, self._images, self._device, with_sequences=self._model.needs_sequences
         )
-        names = [chunk.request_id for chunk in chunks if chunk.samples]
         try:
             logits = self._model.forward(packed)
         except RequestError as error:
             if len(chunks) > 1:
                 raise
-            failed[chunks[0].request_id] = error
+            output.failed[chunks[0].request_id] = error
             return
-        if not names:
-            return
+        self._sample(logits, chunks, output)
+
+    def _sample(self, logits: torch.Tensor, chunks: Sequence[ScheduledChunk], output: _Output) -> None:
+        """Report on prompts, and choose a token for each chunk that wants one and for each fork that begins with it."""
+        rows: list[int] = []
+        groups: list[list[SequenceRecord]] = []
         # The largest logit is finite unless one is NaN or +inf, or all are -inf.
-        finite = torch.isfinite(logits.amax(dim=-1))
-        if not bool(finite.all()):
-            good = finite.tolist()
-            for name, fine in zip(names, good, strict=True):
-                if not fine:
-                    failed[name] = ModelOutputError("the model's logits are not finite")
-            logits = logits[finite]
-            names = [name for name, fine in zip(names, good, strict=True) if fine]
-            if not names:
-                return
-        results = self._sampler.sample(logits, [self._records[name].sampling for name in names])
-        for name, result in zip(names, results, strict=True):
-            if isinstance(result, SampledToken):
-                self._records[name].append(result.token_id)
-                sampled[name] = result
+        finite = torch.isfinite(logits.amax(dim=-1)).tolist() if len(logits) else []
+        row = 0
+        for chunk in chunks:
+            record = self._records[chunk.request_id]
+            first, row = row, row + record.num_report_rows(chunk)
+            last = row + chunk.samples
+            if not all(finite[first:last]):
+                output.failed[record.request_id] = ModelOutputError("the model's logits are not finite")
             else:
-                failed[name] = result
+                if row > first:
+                    output.prompt_reports[record.request_id] = _report(logits[first:row], chunk.start + 1, record)
+                if chunk.samples:
+                    groups.append([record, *self._begin_forks(record)] if chunk.forks else [record])
+                    rows += [row] * len(groups[-1])
+            row = last
+        if not rows:
+            return
+        if rows != list(range(len(logits))):
+            logits = logits[rows]
+        results = iter(self._sampler.sample(logits, [record.sampling for group in groups for record in group]))
+        for group in groups:
+            for record, result in [(record, next(results)) for record in group]:
+                if isinstance(result, SampledToken):
+                    record.append(result.token_id)
+                    output.sampled[record.request_id] = result
+                else:
+                    output.failed[group[0].request_id] = result
+            if group[0].request_id in output.failed:
+                for record in group[1:]:
+                    self._forget(record.request_id)
+
+
+def _report(logits: torch.Tensor, start: int, record: SequenceRecord) -> PromptReport:
+    """What `logits` [R, V] say of prompt tokens start..start+R-1."""
+    count = record.new.sampling.prompt_logprobs or 0
+    ids = record.token_ids[start : start + len(logits)].tolist()
+    return PromptReport(start, tuple(describe_tokens(torch.log_softmax(logits, dim=-1), ids, [count] * len(ids))))
 
 
 def _row_error(rows: ImageRows, index: int, expected: int) -> ModelOutputError | None:
@@ -202,6 +270,16 @@ def _row_error(rows: ImageRows, index: int, expected: int) -> ModelOutputError |
     if not bool(torch.isfinite(rows.rows).all()):
         return ModelOutputError(f"the features of image {index + 1} are not finite")
     return None
+
+
+def _owned(rows: ImageRows) -> ImageRows:
+    """The same rows, in storage that holds nothing else: a view would keep a whole batch of images alive."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        used = tensor.numel() * tensor.element_size()
+        return tensor.clone() if tensor.untyped_storage().nbytes() > used else tensor
+
+    return ImageRows(own(rows.rows), {name: own(extra) for name, extra in rows.extra.items()})
 
 
 def _as_request_error(error: Exception, index: int) -> RequestError:

@@ -2,8 +2,8 @@
 
 The order is that of transformers' `generate` (logits_process.py), so that equal options mean equal answers::
 
-    bias -> repetition, presence, frequency penalties -> bad words -> allowed ids -> end tokens before min_tokens
-         -> temperature -> top_k -> top_p -> min_p -> choice
+    bias -> repetition, presence, frequency penalties -> bad words -> end tokens before min_tokens -> allowed ids
+         -> the caller's own processors -> temperature -> top_k -> top_p -> min_p -> choice
 
 Forbidden ids (placeholders, padded vocabulary) are never chosen. Log-probabilities that a request asks for are
 those of the model itself: `log_softmax` of the logits before any of the above.
@@ -14,19 +14,18 @@ nor on preemption: the token is where that number falls in the running sum of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mmserve.engine.batch import SampledToken
+from mmserve.engine.batch import LogitsProcessor, SampledToken
+from mmserve.engine.choice import NEG_INF, choose
 from mmserve.engine.random import uniform
 from mmserve.errors import RequestError
 from mmserve.types import SamplingParams
 
-__all__ = ["Sampler", "SequenceState"]
-
-NEG_INF = float("-inf")
+__all__ = ["Sampler", "SequenceState", "describe_tokens"]
 
 
 class SequenceState:
@@ -39,6 +38,7 @@ class SequenceState:
         prompt_ids: Expanded prompt.
         vocab_size: V.
         device: Where the logits are.
+        processors: The caller's own.
     """
 
     def __init__(
@@ -49,8 +49,11 @@ class SequenceState:
         prompt_ids: Sequence[int],
         vocab_size: int,
         device: torch.device,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self.params = params
+        self.processors = tuple(processors)
+        self.ids = list(prompt_ids) if processors else []
         self.seed = seed
         self.bad_words = tuple(bad_words)
         self.num_generated = 0
@@ -68,6 +71,8 @@ class SequenceState:
     def append(self, token_id: int) -> None:
         """Take note of a token of the answer."""
         self.num_generated += 1
+        if self.processors:
+            self.ids.append(token_id)
         if self.seen is not None:
             self.seen[token_id] = True
         if self.counts is not None:
@@ -96,8 +101,8 @@ class _Rows:
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    processed: list[int]
     logprobs: list[int]
-    num_top: int
 
 
 class Sampler:
@@ -127,24 +132,29 @@ class Sampler:
             A token a row, or the error of a row whose options leave no token.
         """
         rows = self._rows_of(sequences)
-        reports = self._report_source(logits, rows)
-        if len(self._forbidden):
-            logits.index_fill_(1, self._forbidden, NEG_INF)
+        logprobs = torch.log_softmax(logits[rows.logprobs], dim=-1) if rows.logprobs else None
         self._penalise(logits, sequences, rows)
         self._mask(logits, sequences, rows)
+        errors = self._call_processors(logits, sequences, rows)
+        if len(self._forbidden):
+            logits.index_fill_(1, self._forbidden, NEG_INF)
         best, chosen = logits.max(dim=-1)
         if rows.random:
             chosen[rows.random] = self._draw(logits, sequences, rows)
-        results: list[SampledToken | RequestError] = []
-        for sequence, value, token_id in zip(sequences, best.tolist(), chosen.tolist(), strict=True):
+        ids = chosen.tolist()
+        for row, value in enumerate(best.tolist()):
             if value == NEG_INF:
-                results.append(RequestError("no token is left: the request's options forbid every one"))
-                continue
-            sequence.append(token_id)
-            results.append(SampledToken(token_id))
-        if reports is not None:
-            self._report(results, sequences, rows, reports)
-        return results
+                errors.setdefault(row, RequestError("no token is left: the request's options forbid every one"))
+        tokens = [SampledToken(token_id) for token_id in ids]
+        if logprobs is not None:
+            counts = [sequences[row].params.logprobs or 0 for row in rows.logprobs]
+            described = describe_tokens(logprobs, [ids[row] for row in rows.logprobs], counts)
+            for row, token in zip(rows.logprobs, described, strict=True):
+                tokens[row] = token
+        for row, sequence in enumerate(sequences):
+            if row not in errors:
+                sequence.append(ids[row])
+        return [errors.get(row, token) for row, token in enumerate(tokens)]
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -178,45 +188,42 @@ class Sampler:
     def _draw(self, logits: torch.Tensor, sequences: Sequence[SequenceState], rows: _Rows) -> torch.Tensor:
         """Ids int64 [R] of the rows that choose at random."""
         scores = logits[rows.random] / rows.temperature
-        scores = top_k_filter(scores, rows.top_k)
-        scores = top_p_filter(scores, rows.top_p)
-        scores = min_p_filter(scores, rows.min_p)
         numbers = [uniform(s.seed, s.num_generated) for s in (sequences[row] for row in rows.random)]
-        return inverse_cdf(scores, self._tensor(numbers, torch.float64))
+        return choose(scores, rows.top_k, rows.top_p, rows.min_p, self._tensor(numbers, torch.float64))
 
-    # -- reports --------------------------------------------------------------------------------
-
-    def _report_source(self, logits: torch.Tensor, rows: _Rows) -> torch.Tensor | None:
-        """Log-probabilities [L, V] of the rows that report them, from untouched logits."""
-        return torch.log_softmax(logits[rows.logprobs], dim=-1) if rows.logprobs else None
-
-    def _report(
-        self,
-        results: list[SampledToken | RequestError],
-        sequences: Sequence[SequenceState],
-        rows: _Rows,
-        logprobs: torch.Tensor,
-    ) -> None:
-        values, ids = logprobs.topk(min(rows.num_top, self._vocab_size), dim=-1)
-        table = zip(rows.logprobs, logprobs, ids.tolist(), values.tolist(), strict=True)
-        for row, report, top_ids, top_values in table:
-            result = results[row]
-            if isinstance(result, SampledToken):
-                count = sequences[row].params.logprobs or 0
-                top = tuple(zip(top_ids[:count], top_values[:count], strict=True))
-                results[row] = SampledToken(result.token_id, float(report[result.token_id]), top)
+    def _call_processors(
+        self, scores: torch.Tensor, sequences: Sequence[SequenceState], rows: _Rows
+    ) -> dict[int, RequestError]:
+        """Let callers' own code change the rows of their requests; returns the errors of rows where it failed."""
+        errors: dict[int, RequestError] = {}
+        for row in rows.processed:
+            sequence = sequences[row]
+            ids = self._tensor([sequence.ids], torch.int64)
+            try:
+                for process in sequence.processors:
+                    scores[row] = process(ids, scores[row : row + 1])[0]
+            except Exception as error:  # noqa: BLE001 - the border of a request's blast radius: it is its own code
+                errors[row] = RequestError(f"a logits processor failed: {type(error).__name__}: {error}")
+                errors[row].__cause__ = error
+            if row not in errors and bool(scores[row].isnan().any()):
+                errors[row] = RequestError("a logits processor gave a score that is not a number")
+            if row in errors:
+                scores[row] = 0.0
+        return errors
 
     # -- rows -----------------------------------------------------------------------------------
 
     def _rows_of(self, sequences: Sequence[SequenceState]) -> _Rows:
         if self._rows is None or self._sequences != list(sequences):
             self._sequences = list(sequences)
-            self._rows = self._make_rows([s.params for s in sequences])
+            self._rows = self._make_rows(sequences)
         return self._rows
 
-    def _make_rows(self, params: Sequence[SamplingParams]) -> _Rows:
-        def where(test: object) -> list[int]:
-            return [row for row, p in enumerate(params) if test(p)]  # type: ignore[operator]
+    def _make_rows(self, sequences: Sequence[SequenceState]) -> _Rows:
+        params = [sequence.params for sequence in sequences]
+
+        def where(test: Callable[[SamplingParams], object]) -> list[int]:
+            return [row for row, p in enumerate(params) if test(p)]
 
         def column(numbers: Sequence[float | int | None], dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return self._tensor(numbers, dtype).unsqueeze(-1)
@@ -224,7 +231,7 @@ class Sampler:
         repeated = where(lambda p: p.repetition_penalty != 1.0)
         counted = where(lambda p: p.presence_penalty or p.frequency_penalty)
         limited = where(lambda p: p.allowed_token_ids is not None)
-        random = where(lambda p: p.temperature > 0)
+        random = where(lambda p: p.temperature)
         return _Rows(
             biased=self._biases(params),
             repeated=repeated,
@@ -242,7 +249,7 @@ class Sampler:
             top_p=column([params[r].top_p for r in random]),
             min_p=column([params[r].min_p for r in random]),
             logprobs=where(lambda p: p.logprobs is not None),
-            num_top=max((p.logprobs or 0 for p in params), default=0),
+            processed=[row for row, sequence in enumerate(sequences) if sequence.processors],
         )
 
     def _biases(self, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -262,6 +269,24 @@ class Sampler:
         return torch.tensor(values, dtype=dtype, device=self._device)
 
 
+def describe_tokens(logprobs: torch.Tensor, ids: Sequence[int], counts: Sequence[int]) -> list[SampledToken]:
+    """Each id with its log-probability and those of the likeliest.
+
+    Args:
+        logprobs: [R, V]. ids: R ids; one outside of the vocabulary has log-probability -inf.
+        counts: How many of the likeliest to name, a row.
+    """
+    size = logprobs.shape[-1]
+    known = torch.tensor([[i if 0 <= i < size else 0] for i in ids], dtype=torch.int64, device=logprobs.device)
+    values = logprobs.gather(-1, known).squeeze(-1).tolist()
+    top_values, top_ids = logprobs.topk(min(max(counts, default=0), size), dim=-1)
+    table = zip(ids, values, counts, top_ids.tolist(), top_values.tolist(), strict=True)
+    return [
+        SampledToken(i, value if 0 <= i < size else NEG_INF, tuple(zip(near[:count], near_values[:count], strict=True)))
+        for i, value, count, near, near_values in table
+    ]
+
+
 def _completions(sequence: SequenceState) -> list[int]:
     """Ids that would complete a bad word now."""
     tail = sequence.tail
@@ -271,47 +296,3 @@ def _completions(sequence: SequenceState) -> list[int]:
         if start >= 0 and tuple(tail[start:]) == word[:-1]:
             found.append(word[-1])
     return found
-
-
-def top_k_filter(scores: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Remove what is less likely than the k-th likeliest (transformers' TopKLogitsWarper; ties stay).
-
-    Args:
-        scores: [R, V]. top_k: int64 [R, 1], V for no limit.
-    """
-    size = scores.shape[-1]
-    largest = int(top_k.clamp(max=size).where(top_k < size, 0).max())
-    if largest == 0:
-        return scores
-    values = scores.topk(largest, dim=-1).values
-    threshold = values.gather(-1, top_k.clamp(max=largest) - 1)
-    return scores.masked_fill((scores < threshold) & (top_k < size), NEG_INF)
-
-
-def top_p_filter(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the likeliest that hold `top_p` [R, 1] of the probability (transformers' TopPLogitsWarper)."""
-    if bool((top_p >= 1.0).all()):
-        return scores
-    ascending, order = scores.sort(dim=-1)
-    remove = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - top_p
-    remove &= top_p < 1.0
-    remove[:, -1] = False
-    return scores.masked_fill(remove.scatter(1, order, remove), NEG_INF)
-
-
-def min_p_filter(scores: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Remove what is less likely than `min_p` [R, 1] times the likeliest (transformers' MinPLogitsWarper)."""
-    if not bool(min_p.any()):
-        return scores
-    probabilities = scores.softmax(dim=-1)
-    threshold = min_p * probabilities.amax(dim=-1, keepdim=True)
-    return scores.masked_fill(probabilities < threshold, NEG_INF)
-
-
-def inverse_cdf(scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The id [R] in whose part of the running sum of softmax(scores [R, V]) each number [R] of [0, 1) falls."""
-    sums = scores.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    # The sum's last entry is 1 but for rounding; a target at or beyond it would point behind the last token.
-    total = sums[:, -1]
-    target = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(sums, target.unsqueeze(-1), right=True).squeeze(-1)

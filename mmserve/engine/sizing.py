@@ -33,7 +33,6 @@ def resolve_limits(config: EngineConfig, model: Model) -> SchedulerLimits:
         max_model_len=wanted or longest,
         max_images_per_step=config.max_images_per_step,
         encoder_cache_memory=config.encoder_cache_memory,
-        enable_prefix_caching=config.enable_prefix_caching,
     )
 
 

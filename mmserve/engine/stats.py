@@ -1,4 +1,18 @@
-"""Numbers of a running engine."""
+"""Numbers of a running engine, as `Engine.stats()` gives them.
+
+waiting, running        requests without blocks; with blocks (an answer each, if `n` asks for several)
+finished, failed        requests that ended with an answer; without one (aborted and too late included)
+steps                   steps done
+computed_tokens         prompt and generated tokens computed, after a preemption again
+generated_tokens        tokens sampled
+tokens_per_second       of those, over the last 256 steps
+preemptions             times that a request lost its blocks to an older one
+blocks, blocks_held, blocks_cached      of the cache: all; in use; free but with content that can be found
+prefix_hit_rate         share of prompt tokens that were found in the cache
+images_cached, image_bytes              encoded images that are kept, and their rows' bytes
+images_encoded          times that the vision tower ran for an image
+image_hit_rate          share of uses of an image for which it did not have to run
+"""
 
 from __future__ import annotations
 
@@ -33,8 +47,8 @@ class StatsRecorder:
         self._window.append((now, len(output.sampled)))
 
     def snapshot(self, scheduler: Scheduler, inbox: int) -> dict[str, Any]:
-        """All numbers; rates are 0 before anything was counted."""
-        pool, ledger = scheduler.pool, scheduler.ledger
+        """All numbers, as the module's head describes them; rates are 0 before anything was counted."""
+        pool, ledger = scheduler.blocks.pool, scheduler.images.ledger
         return {
             "waiting": scheduler.num_waiting + inbox,
             "running": scheduler.num_running,
@@ -51,8 +65,8 @@ class StatsRecorder:
             "prefix_hit_rate": _share(scheduler.num_prefix_hit, scheduler.num_prefix_queried),
             "images_cached": len(ledger),
             "image_bytes": ledger.total_bytes,
-            "images_encoded": scheduler.num_image_encodes,
-            "image_hit_rate": 1.0 - _share(scheduler.num_image_encodes, scheduler.num_image_uses, empty=1),
+            "images_encoded": scheduler.images.num_encodes,
+            "image_hit_rate": 1.0 - _share(scheduler.images.num_encodes, scheduler.images.num_uses, empty=1),
         }
 
     def _rate(self) -> float:

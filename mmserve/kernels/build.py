@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -93,11 +94,16 @@ def _compiler() -> str:
     path = shutil.which(name)
     if path is None:
         raise BuildError(f"there is no C++ compiler: {name!r} is not found")
-    if shutil.which("ninja") is None:
+    if shutil.which("ninja", path=_search_path()) is None:
         raise BuildError("ninja, which torch builds extensions with, is not found (pip install ninja)")
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         raise BuildError("Python's headers (Python.h) are not installed")
     return path
+
+
+def _search_path() -> str:
+    """PATH and the interpreter's own folder: pip puts ninja there, and an environment need not be activated."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
 
 
 def _key(compiler: str) -> str:
@@ -128,9 +134,12 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _compile(home: Path) -> None:
     """Build in a folder of its own and rename it to `home`: no reader ever sees half a library."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it remarks on the absence of CUDA
     from torch.utils import cpp_extension
 
     _say("compiling CPU kernels, once for this machine (about half a minute)")
+    before = os.environ.get("PATH")
+    os.environ["PATH"] = _search_path()
     work = Path(tempfile.mkdtemp(prefix=f"{home.name}.build-", dir=home.parent))
     try:
         with warnings.catch_warnings():
@@ -150,6 +159,10 @@ def _compile(home: Path) -> None:
         raise _CompilerError(str(error)) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        if before is None:
+            del os.environ["PATH"]
+        else:
+            os.environ["PATH"] = before
 
 
 def _load(library: Path) -> ModuleType:

@@ -54,9 +54,7 @@ class KernelLibrary(Protocol):
         """key [T, K, D] and value [T, K, Dv] into key_cache [N, B, K, D], value_cache [N, B, K, Dv] at int64 [T]."""
         ...
 
-    def full_attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def full_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """query [b, H, S, D], key [b, K, L, D], value [b, K, L, Dv], nothing masked -> [b, S, H, Dv]."""
         ...
 

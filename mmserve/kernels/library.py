@@ -60,7 +60,7 @@ def status() -> KernelStatus:
 
 
 def _load() -> tuple[Any, str]:
-    global _loaded  # noqa: PLW0603  one library a process: it is code, not state
+    global _loaded
     with _lock:
         if _loaded is None:
             _loaded = _choose(os.environ.get("MMSERVE_KERNELS", "auto"))

@@ -8,6 +8,7 @@ fit. What it would only warn of is an error here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -43,21 +44,21 @@ def build_model(
         WeightsError: Weights are missing, unexpected or of the wrong shape; lists them.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import GenerationConfig
 
-    auto = AutoModelForImageTextToText
-    if type(config) not in auto._model_mapping:
-        auto = AutoModelForCausalLM
     try:
-        model, info = auto.from_pretrained(
-            checkpoint.folder,
-            config=config,
-            dtype=precision.dtype,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        cls = _model_class(checkpoint, config, trust_remote_code)
+        with ExitStack() as files:
+            model, info = cls.from_pretrained(
+                None,
+                config=config,
+                state_dict=_lazy_tensors(checkpoint, files),
+                dtype=precision.dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        if (checkpoint.folder / "generation_config.json").is_file() and model.can_generate():
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
     except (ValueError, ImportError) as error:
         raise UnsupportedModelError(
             f"transformers has no image+text or causal language model for {checkpoint.model_type!r} here: "
@@ -68,6 +69,38 @@ def build_model(
     _check_names(checkpoint, info)
     _check_values(checkpoint, model)
     return model.to(device).eval().requires_grad_(False)
+
+
+def _model_class(checkpoint: Checkpoint, config: Any, trust_remote_code: bool) -> Any:
+    """The image+text class of this config, else the causal language model's, else one that comes with the folder."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto.auto_factory import _get_model_class
+
+    autos = (AutoModelForImageTextToText, AutoModelForCausalLM)
+    for auto in autos:
+        if type(config) in auto._model_mapping:
+            return _get_model_class(config, auto._model_mapping)
+    own = getattr(config, "auto_map", None) or {}
+    for auto in autos:
+        if trust_remote_code and auto.__name__ in own:
+            return get_class_from_dynamic_module(own[auto.__name__], str(checkpoint.folder))
+    raise ValueError(f"{type(config).__name__} is the config of neither")
+
+
+def _lazy_tensors(checkpoint: Checkpoint, files: ExitStack) -> dict[str, Any]:
+    """Name -> a slice that reads its tensor when it is asked for.
+
+    Read, not mapped: a mapped file's pages would count to this process beside the tensors made from them,
+    twice the model where the dtype changes.
+    """
+    from safetensors import safe_open
+
+    tensors: dict[str, Any] = {}
+    for path in checkpoint.files:
+        file = files.enter_context(safe_open(path, framework="pt", backend="pread"))
+        tensors.update({name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118
+    return tensors
 
 
 def _check_names(checkpoint: Checkpoint, info: Mapping[str, Any]) -> None:

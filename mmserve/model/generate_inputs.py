@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 
 from mmserve.errors import InputError
 from mmserve.model.positions import image_type_ids
@@ -16,6 +17,8 @@ __all__ = ["generate_inputs"]
 
 _JOINED_ALONG: Final[dict[str, int]] = {"idefics2": 1, "idefics3": 1, "smolvlm": 1, "idefics": 1, "mllama": 1}
 """The dimension along which a family joins the images of one prompt, where it is not the first."""
+_TYPED_PROMPTS: Final[dict[str, bool]] = {"gemma3": True, "shieldgemma2": True, "paligemma": False}
+"""Families that read `token_type_ids`, and whether they are 1 at an image; PaliGemma's prompt is all prefix, 0."""
 
 
 def generate_inputs(model: Any, prompt: ProcessedPrompt) -> dict[str, torch.Tensor]:
@@ -29,6 +32,9 @@ def generate_inputs(model: Any, prompt: ProcessedPrompt) -> dict[str, torch.Tens
     inputs: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
         inputs["mm_token_type_ids"] = image_type_ids(prompt)
+    if model.config.model_type in _TYPED_PROMPTS:
+        types = image_type_ids(prompt)
+        inputs["token_type_ids"] = types if _TYPED_PROMPTS[model.config.model_type] else torch.zeros_like(types)
     inputs.update(_joined(prompt, _JOINED_ALONG.get(model.config.model_type, 0)))
     inputs.update(prompt.prompt_tensors)
     return {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -37,6 +43,16 @@ def generate_inputs(model: Any, prompt: ProcessedPrompt) -> dict[str, torch.Tens
 def _joined(prompt: ProcessedPrompt, dim: int) -> Mapping[str, torch.Tensor]:
     names = prompt.images[0].tensors.keys() if prompt.images else ()
     try:
-        return {name: torch.cat([image.tensors[name] for image in prompt.images], dim=dim) for name in names}
+        return {name: _join([image.tensors[name] for image in prompt.images], dim) for name in names}
     except (RuntimeError, KeyError, IndexError) as error:
         raise InputError(f"the images of this prompt can not be given to the model together: {error}") from error
+
+
+def _join(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Concatenated along `dim`, every other dimension padded with zeros at its end to the largest, as processors do."""
+    sizes = [max(tensor.shape[d] for tensor in tensors) for d in range(tensors[0].dim())]
+    padded = []
+    for tensor in tensors:
+        missing = [0 if d == dim else size - tensor.shape[d] for d, size in enumerate(sizes)]
+        padded.append(F.pad(tensor, [pad for amount in reversed(missing) for pad in (0, amount)]))
+    return torch.cat(padded, dim=dim)

@@ -18,8 +18,8 @@ __all__ = ["ImageEncoder", "find_image_features"]
 
 
 def find_image_features(model: nn.Module) -> Callable[..., Any] | None:
-    """The model's `get_image_features`; some families have it on the inner model only. None: no images."""
-    for owner in (model, getattr(model, "model", None)):
+    """The model's `get_image_features`, the inner model's first: its signature names every tensor. None: no images."""
+    for owner in (getattr(model, "model", None), model):
         found = getattr(owner, "get_image_features", None)
         if callable(found):
             return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,8 +19,14 @@ from mmserve.model.generate_path import GenerateModel
 from mmserve.model.image_rows import ImageEncoder, find_image_features
 from mmserve.model.paged import PagedLayer, PagedModel
 from mmserve.model.precision import Precision, resolve_device, resolve_precision
-from mmserve.model.probe import probe_attention
+from mmserve.model.probe import AttentionProfile, probe_attention
+from mmserve.model.proven import PROVEN
 from mmserve.model.refused import REFUSED
+from mmserve.model.selfcheck import check_agreement, plain_logits
+from mmserve.model.spans import SpanRule
+
+if TYPE_CHECKING:
+    from mmserve.model.replace import Replacement
 
 __all__ = ["load_model"]
 
@@ -35,6 +41,7 @@ def load_model(
     attention_backend: str = "auto",
     block_size: int,
     path: Literal["auto", "paged", "generate"] = "auto",
+    replace: bool = True,
     trust_remote_code: bool = False,
 ) -> PagedModel | GenerateModel:
     """Load a model folder.
@@ -46,7 +53,8 @@ def load_model(
         attention_backend: "auto", or the name of one that must serve every layer.
         block_size: Tokens in a block of the cache that will be bound.
         path: "paged": packed batches over the paged cache; "generate": transformers' own generate(), one
-            request at a time; "auto": paged where the architecture allows it, and `describe()` says why not.
+            request at a time; "auto": paged where that is proven, and `describe()` says why not.
+        replace: Whether layers may be replaced by faster ones that give the same; `describe()` lists them.
         trust_remote_code: Whether to run Python files that come with the folder.
 
     Raises:
@@ -68,16 +76,29 @@ def load_model(
     config = read_config(checkpoint, trust_remote_code)
     where = resolve_device(device)
     precision = resolve_precision(dtype, checkpoint.tensors, config, where)
-    model = build_model(checkpoint, config, precision, where, trust_remote_code)
-    loaded = _Loaded(model, checkpoint, precision, where)
+
+    def build() -> _Loaded:
+        model = build_model(checkpoint, config, precision, where, trust_remote_code)
+        return _Loaded(model, checkpoint, precision, where)
+
+    loaded = build()
     if path == "generate":
         return _generate_model(loaded, "as asked")
+    if path == "auto" and find_image_features(loaded.model) and checkpoint.model_type not in PROVEN:
+        return _generate_model(loaded, f"the packed path of {checkpoint.model_type!r} models is not proven")
     try:
-        return _paged_model(loaded, backends, block_size)
+        profile = probe_attention(loaded.model)
     except UnsupportedModelError as error:
-        if path == "paged" or not model.can_generate():
+        if path == "paged":
             raise
         return _generate_model(loaded, str(error))
+    try:
+        return _paged_model(loaded, profile, backends, block_size, replace)
+    except UnsupportedModelError as error:
+        if path == "paged":
+            raise
+        # Its layers were routed and replaced: generate() needs one as it was.
+        return _generate_model(build(), str(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,32 +153,58 @@ def _generate_model(loaded: _Loaded, reason: str) -> GenerateModel:
     )
 
 
-def _paged_model(loaded: _Loaded, backends: Sequence[AttentionBackend], block_size: int) -> PagedModel:
-    model, device = loaded.model, loaded.device
-    profile = probe_attention(model)
+def _paged_model(
+    loaded: _Loaded,
+    profile: AttentionProfile,
+    backends: Sequence[AttentionBackend],
+    block_size: int,
+    replace: bool,
+) -> PagedModel:
+    """Route, replace, check against the plain model."""
+    model, dtype = loaded.model, loaded.precision.dtype
+    expected = plain_logits(model, loaded.vocab_size)
+    layers = [
+        PagedLayer(module, spec, choose_backend(backends, spec, dtype, loaded.device, block_size))
+        for module, spec in profile.specs.items()
+    ]
     text_attention.register()
     text_attention.route(model, text_attention.NAME)
     text_attention.open_door(model)
-    layers = [
-        PagedLayer(module, spec, choose_backend(backends, spec, loaded.precision.dtype, device, block_size))
-        for module, spec in profile.specs.items()
-    ]
-    features = find_image_features(model)
-    embeddings = model.get_input_embeddings().weight
+    replaced = _replace(model, layers) if replace else ()
+    paged = _assemble(loaded, layers, profile.span_rule, replaced)
+    check_agreement(paged, expected, block_size, dtype)
+    return paged
+
+
+def _replace(model: Any, layers: Sequence[PagedLayer]) -> tuple[Replacement, ...]:
+    """Faster layers go with the native attention: where that was not chosen, nothing else is native either."""
+    native = frozenset(layer.module for layer in layers if layer.choice.backend.name == "native")
+    if not native:
+        return ()
+    from mmserve.model.replace import replace_layers
+
+    return replace_layers(model, {layer.module: layer.spec for layer in layers}, native)
+
+
+def _assemble(
+    loaded: _Loaded, layers: Sequence[PagedLayer], rule: SpanRule, replaced: Sequence[Replacement]
+) -> PagedModel:
+    features = find_image_features(loaded.model)
+    embeddings = loaded.model.get_input_embeddings().weight
     return PagedModel(
-        model,
+        loaded.model,
         layers,
-        ImageEncoder(features, embeddings.shape[1], embeddings.dtype, device) if features else None,
-        profile.span_rule,
+        ImageEncoder(features, embeddings.shape[1], embeddings.dtype, loaded.device) if features else None,
+        rule,
         vocab_size=loaded.vocab_size,
         forbidden_token_ids=loaded.forbidden_token_ids,
         max_position=loaded.max_position,
         about=loaded.about(
             path="paged",
             path_reason="every text layer goes through the attention interface by a rule that backends know",
-            both_ways=profile.span_rule.__name__.replace("_", " "),
+            both_ways=rule.__name__.replace("_", " "),
             attention=[_about_layer(index, layer) for index, layer in enumerate(layers)],
-            replacements=[],
+            replacements=[each.describe() for each in replaced],
         ),
     )
 

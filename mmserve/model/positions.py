@@ -56,10 +56,13 @@ def mrope_positions(rope_index: Callable[..., Any], prompt: ProcessedPrompt) -> 
             tensors[name] = torch.cat(given)
         elif prompt.images and name == "image_grid_thw":
             raise InputError(f"the images of this prompt come without {name}, which their positions depend on")
+    ids = torch.tensor([prompt.token_ids])
+    if "attention_mask" in parameters:
+        tensors["attention_mask"] = torch.ones_like(ids)
+    if "mm_token_type_ids" in parameters:
+        tensors["mm_token_type_ids"] = image_type_ids(prompt)
     try:
-        positions, delta = rope_index(
-            input_ids=torch.tensor([prompt.token_ids]), mm_token_type_ids=image_type_ids(prompt), **tensors
-        )
+        positions, delta = rope_index(input_ids=ids, **tensors)
     except (RuntimeError, IndexError, StopIteration) as error:
         raise InputError(f"the images' grids do not fit their ranges in the prompt: {error}") from error
     return positions[:, 0], int(delta.reshape(-1)[0])

@@ -31,7 +31,7 @@ from mmserve.attention.interface import AttentionSpec
 from mmserve.attention.masks import visible
 from mmserve.errors import UnsupportedModelError
 from mmserve.model.spans import SpanRule, each_image, no_spans, whole_prompt
-from mmserve.model.text_attention import route
+from mmserve.model.text_attention import route, unroute
 from processors.types import ImageItem, PlaceholderRange, ProcessedPrompt
 
 __all__ = ["AttentionProfile", "probe_attention"]
@@ -60,6 +60,7 @@ _HARMLESS = frozenset(
 """Arguments of an attention call that change nothing in inference, or that the mask says."""
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 """Layers of other kinds may change their rule after the prompt, which a trial prompt does not show."""
+_ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,7 @@ def probe_attention(model: Any) -> AttentionProfile:
         UnsupportedModelError: A layer's mask or arguments are not among those that a spec can say, or the
             layers do not go through transformers' attention interface.
     """
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_KINDS
-    if kinds:
-        raise UnsupportedModelError(f"{type(model).__name__} has layers of kind {', '.join(sorted(kinds))}")
+    _check_kinds(model)
     AttentionInterface.register(_NAME, _take_notes)
     AttentionMaskInterface.register(_NAME, _full_mask)
     before = route(model, _NAME)
@@ -109,13 +108,28 @@ def probe_attention(model: Any) -> AttentionProfile:
             # PaliGemma's prefix is what has type 0, images included.
             profile = _match(model, _trial(model, image_types=0), (whole_prompt,))
     finally:
-        model.set_attn_implementation(before)
+        unroute(before)
     if profile is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} attends by a mask that is neither causal, windowed, chunked, nor both ways "
             "within images or the prompt"
         )
     return profile
+
+
+def _check_kinds(model: Any) -> None:
+    """Raise UnsupportedModelError for what a short trial would not show."""
+    text_config = model.config.get_text_config()
+    kinds = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_KINDS
+    if kinds:
+        raise UnsupportedModelError(f"{type(model).__name__} has layers of kind {', '.join(sorted(kinds))}")
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    types = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if types & _ROPE_BY_LENGTH:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} rotates by {', '.join(sorted(types & _ROPE_BY_LENGTH))} frequencies, which "
+            "depend on the longest sequence of a batch"
+        )
 
 
 @torch.inference_mode()

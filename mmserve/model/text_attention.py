@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 
 from mmserve.attention.interface import AttentionBackend, AttentionMetadata, AttentionSpec, LayerCache
 
-__all__ = ["NAME", "LayerBinding", "PagedStep", "open_door", "register", "route"]
+__all__ = ["NAME", "LayerBinding", "PagedStep", "open_door", "register", "route", "unroute"]
 
 NAME = "mmserve_paged"
 
@@ -83,18 +83,26 @@ def paged_attention(
     return out.unsqueeze(0), None
 
 
-def route(model: Any, name: str) -> dict[str, str]:
+def route(model: Any, name: str) -> list[tuple[Any, str]]:
     """Set the attention of the text model to `name`, and that of the outer model, which builds its masks.
 
-    Vision towers have configs of their own and keep what they have. Returns what was set before, for
-    `model.set_attn_implementation` to put back.
+    Vision towers have configs of their own and keep what they have. transformers' public setter refuses
+    where a tower has attention of its own kind, so the configs are set one by one; that the layers follow
+    is what the probe proves. Returns what was set before, for `unroute`.
     """
-    config = model.config
-    text = config.get_text_config()
-    before = {"": config._attn_implementation}
-    before.update({key: text._attn_implementation for key in config.sub_configs if getattr(config, key, None) is text})
-    model.set_attn_implementation(dict.fromkeys(before, name))
+    configs = {
+        id(config): config for config in (model.config, model.config.get_text_config(), model.get_decoder().config)
+    }
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    for config in configs.values():
+        config._attn_implementation_internal = name
     return before
+
+
+def unroute(before: list[tuple[Any, str]]) -> None:
+    """Put back what `route` replaced."""
+    for config, name in before:
+        config._attn_implementation_internal = name
 
 
 def open_door(model: Any) -> None:

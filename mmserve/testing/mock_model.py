@@ -156,8 +156,13 @@ class MockModel:
         _write(self._caches[1], meta.slot_mapping, seen)
         if self._script:
             self._follow_script(batch)
-        ends = {end - 1: s for s, end in enumerate(starts[1:])}
-        rows = [self._logits(batch, ends[i], i) for i in batch.logit_indices.tolist()]
+        wanted = batch.logit_indices.tolist()
+        rows = []
+        for s, (begin, end) in enumerate(pairwise(starts)):
+            if indices := [index for index in wanted if begin <= index < end]:
+                # Key number minus packed index is the same for all tokens of a chunk.
+                shift = meta.key_lens[s] - end
+                rows += self._logits(batch, s, [(index, index + shift) for index in indices])
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -179,18 +184,21 @@ class MockModel:
         blocks = batch.attention.block_tables[s, : -(-length // cache.block_size)].long()
         return (cache.value if values else cache.key)[blocks].flatten()[:length]
 
-    def _logits(self, batch: PackedBatch, s: int, index: int) -> torch.Tensor:
-        state = int(self._running_sums(1, batch, s)[-1])
+    def _logits(self, batch: PackedBatch, s: int, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Logits [V] at each (packed index, key number) of sequence `s`."""
+        states = self._running_sums(1, batch, s)
+        done = self._held(2, batch, s) if self._script else None
         ids = torch.arange(self.vocab_size, dtype=torch.float64)
-        logits = ((ids * 48271 + state) * 16807 % PRIME / PRIME * 8).float()
-        logits[self._eos_token_id] = -20.0
-        if int(batch.token_ids[index]) in self._nan_after:
-            logits[:] = torch.nan
-        if self._script:
-            done = int(self._held(2, batch, s)[-1])
-            if done < len(self._script):
-                logits[self._script[done]] = 30.0
-        return logits
+        rows = []
+        for index, key in places:
+            logits = ((ids * 48271 + states[key]) * 16807 % PRIME / PRIME * 8).float()
+            logits[self._eos_token_id] = -20.0
+            if int(batch.token_ids[index]) in self._nan_after:
+                logits[:] = torch.nan
+            if done is not None and done[key] < len(self._script):
+                logits[self._script[int(done[key])]] = 30.0
+            rows.append(logits)
+        return rows
 
     def _follow_script(self, batch: PackedBatch) -> None:
         """Layer 2: the number of script ids that end at each token; once it is complete it stays so."""

@@ -13,6 +13,12 @@ __all__ = ["Family"]
 Layout = Callable[[Any, Sequence[Segment]], list[Segment]]
 """(processor, segments with the images' texts put in) -> the segments that the processor tokenises."""
 
+Complete = Callable[[Any, Mapping[str, object]], None]
+"""(processor, the model's configuration): fill in what the processor's files left out."""
+
+PromptOutput = Callable[[Any, Sequence[int]], Any]
+"""(processor, ids of the whole prompt) -> one output that belongs to the prompt, a tensor [1, T]."""
+
 Replacement = Callable[[Any, Mapping[str, Any]], str]
 """(processor, outputs for one image) -> the text that stands for the image."""
 
@@ -22,6 +28,7 @@ class Family:
     """What must be known of a processor class that its outputs do not tell. The defaults fit most.
 
     Attributes:
+        complete: How what is missing in the processor's files follows from the model's configuration.
         image_token: The attribute of the processor that holds the token which marks an image in a prompt.
         nested_images: Images go in as one list a prompt, `[[image]]`; otherwise flat, `[image]`.
         call_options: Options of every call, which a request can not set.
@@ -32,10 +39,12 @@ class Family:
         company: Whether an image among others is processed in another way than an image alone.
         layout: What the processor does to a prompt's text beyond expanding image tokens.
         dropped_outputs: Outputs that no model reads while it generates, e.g. training labels.
+        prompt_outputs: Outputs that belong to the whole prompt, by name, and how they follow from its ids.
         needs_image: Text alone is refused by the processor.
         refused: Why this processor can not be used; None if it can.
     """
 
+    complete: Complete | None = None
     image_token: str = "image_token"
     nested_images: bool = True
     call_options: Mapping[str, object] = field(default_factory=dict)
@@ -46,5 +55,6 @@ class Family:
     company: bool = False
     layout: Layout | None = None
     dropped_outputs: tuple[str, ...] = ()
+    prompt_outputs: Mapping[str, PromptOutput] = field(default_factory=dict)
     needs_image: bool = False
     refused: str | None = None

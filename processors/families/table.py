@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from processors.families import framing, idefics2, numbering
+from processors.families import framing, idefics2, llava, numbering, outputs
 from processors.families.spec import Family
 
 __all__ = ["FAMILIES", "family_of"]
@@ -12,6 +12,8 @@ __all__ = ["FAMILIES", "family_of"]
 _NUMBERED = Family(numbered=numbering.renumber)
 _CHANNELS_LAST = MappingProxyType({"input_data_format": "channels_last"})
 """For image processors that would take a picture of one column for one of one channel."""
+_AS_ARRAYS = MappingProxyType({"return_tensors": "np"})
+"""For processors that read their own outputs back with numpy, which is deprecated for tensors."""
 _ENCODER_DECODER = Family(refused="an encoder-decoder: images go to its encoder, not into a prompt of token ids")
 _NO_PLACE = Family(refused="its images have no place among the prompt's tokens")
 
@@ -23,10 +25,17 @@ FAMILIES = MappingProxyType(
         "BlipProcessor": _NO_PLACE,
         "ChameleonProcessor": Family(layout=framing.end_with_separator),
         "Emu3Processor": Family(layout=framing.begin_with_bos, call_options=_CHANNELS_LAST),
+        "Ernie4_5_VLMoeProcessor": Family(
+            prompt_outputs={"moe_mm_token_type_ids": outputs.expert_types}, call_options=_AS_ARRAYS
+        ),
         "EvollaProcessor": Family(refused="it takes proteins, not images"),
         "Florence2Processor": _ENCODER_DECODER,
         "Gemma3Processor": Family(declares_counts=False),  # knows nothing of pan-and-scan crops
+        "FuyuProcessor": Family(refused="it puts its one image in front of the prompt itself, wherever it was meant"),
         "GitProcessor": _NO_PLACE,
+        "Glm46VProcessor": Family(call_options=_AS_ARRAYS),
+        "Glm4vProcessor": Family(call_options=_AS_ARRAYS),
+        "Glm5NextProcessor": Family(call_options=_AS_ARRAYS),
         "GotOcr2Processor": Family(nested_images=False, needs_image=True),
         "HunYuanVLProcessor": Family(enclosed=("image_start_token", "image_end_token")),
         "Idefics2Processor": Family(replacement=idefics2.replacement, layout=idefics2.share_boundaries),
@@ -38,7 +47,10 @@ FAMILIES = MappingProxyType(
         "JanusProcessor": Family(layout=framing.begin_with_system_prompt),
         "Kosmos2Processor": Family(refused="it marks images by a position mask, without placeholder tokens"),
         "Kosmos2_5Processor": Family(refused="it marks images by a position mask, without placeholder tokens"),
-        "LlavaOnevisionProcessor": Family(company=True),
+        "LlavaNextProcessor": Family(complete=llava.complete),
+        "LlavaNextVideoProcessor": Family(complete=llava.complete),
+        "LlavaOnevisionProcessor": Family(company=True, complete=llava.complete_onevision),
+        "LlavaProcessor": Family(complete=llava.complete),
         "MiniCPMOcrProcessor": _NUMBERED,
         "MiniCPMV4_6Processor": _NUMBERED,
         "MiniCPMV4_7Processor": _NUMBERED,
@@ -47,7 +59,13 @@ FAMILIES = MappingProxyType(
         "PI0Processor": Family(refused="a robot policy: it makes actions, not text"),
         "PPChart2TableProcessor": _NO_PLACE,
         "PPFormulaNetProcessor": _ENCODER_DECODER,
-        "PaliGemmaProcessor": Family(layout=framing.bos_behind_images, dropped_outputs=("labels",), needs_image=True),
+        "NemotronH_Omni_Reasoning_V3Processor": Family(replacement=outputs.replacement_of_outputs),
+        "PaliGemmaProcessor": Family(
+            layout=framing.bos_behind_images,
+            dropped_outputs=("labels",),
+            needs_image=True,
+            call_options=_AS_ARRAYS,
+        ),
         "Pix2StructProcessor": _ENCODER_DECODER,
         "QianfanOCRProcessor": Family(image_token="image_placeholder_token"),
         "ShieldGemma2Processor": Family(refused="a safety classifier that writes its prompts itself"),

@@ -1,4 +1,7 @@
-"""A request's tokens do not depend on who shares its batch, nor on the chunk size: they are `generate()`'s."""
+"""A request's tokens do not depend on who shares its batch, nor on the chunk size: they are `generate()`'s.
+
+One family of each kind, in every arrangement; tests/parity/test_families.py takes them all, in one.
+"""
 
 from __future__ import annotations
 
@@ -7,54 +10,43 @@ from pathlib import Path
 import pytest
 import torch
 
+from fixtures.tiny_models.conformance import Case
 from fixtures.tiny_models.families import FAMILIES
-from fixtures.tiny_models.family import TinyFamily, build, make_prompt
-from fixtures.tiny_models.oracle import Reference
 from fixtures.tiny_models.packed import run_packed
-from mmserve.model import load_model
-from mmserve.model.interface import Model
-from processors.types import ProcessedPrompt
 
-NEW_TOKENS = 12
-
-
-class Loaded:
-    def __init__(self, family: TinyFamily, folder: Path) -> None:
-        self.family = family
-        self.folder = build(family, folder)
-        self.model: Model = load_model(self.folder, block_size=16, device="cpu")
-        self.reference = Reference(family, self.folder)
-
-    def prompts(self) -> list[ProcessedPrompt]:
-        """One image; two of different sizes; the same image at another place; text alone where allowed."""
-        parts: list[list[int | tuple[int, int]]] = [[3, (1, 0), 5], [4, (2, 0), 2, (3, 1), 3], [7, (1, 0), 9]]
-        if not self.family.needs_image:
-            parts.append([9])
-        return [make_prompt(self.family, part, seed) for seed, part in enumerate(parts)]
+KINDS = {
+    "smolvlm": "tiles with tokens between them",
+    "qwen2_vl": "M-RoPE",
+    "qwen3_vl": "M-RoPE and DeepStack rows",
+    "gemma3": "both ways in each image, windows that cut it",
+    "paligemma": "both ways in the whole prompt",
+    "muse_glimmer": "windows and a final soft cap",
+    "mllama": "cross attention: through generate()",
+    "qwen3_5": "recurrent state: through generate()",
+}
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    return Loaded(FAMILIES[request.param], tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(FAMILIES[request.param], Path(tmp_path_factory.mktemp(request.param)))
 
 
 @pytest.mark.parametrize(
     ("chunk", "stagger"), [(10**9, 0), (5, 0), (3, 2)], ids=["whole", "chunks-inside-images", "prefill-meets-decode"]
 )
-def test_packed_equals_generate(loaded: Loaded, chunk: int, stagger: int) -> None:
-    prompts = loaded.prompts()
-    answers = run_packed(loaded.model, prompts, new_tokens=NEW_TOKENS, chunk=chunk, stagger=stagger)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        expected = loaded.reference.generate(prompt, NEW_TOKENS)
-        assert answer.token_ids == expected.token_ids
-        torch.testing.assert_close(torch.stack(answer.logprobs), torch.stack(expected.logprobs), atol=1e-4, rtol=0)
+def test_packed_equals_generate(case: Case, chunk: int, stagger: int) -> None:
+    case.compare(new_tokens=8, chunk=chunk, stagger=stagger)
 
 
-def test_the_image_counts(loaded: Loaded) -> None:
+def test_the_path_under_test_ran(case: Case) -> None:
+    expected = "generate" if "generate()" in KINDS[case.family.name] else "paged"
+    assert case.model.describe()["path"] == expected
+
+
+def test_the_image_counts(case: Case) -> None:
     """Another image in the same place changes the logits; the same image again does not."""
     first, second, again = (
-        run_packed(loaded.model, [make_prompt(loaded.family, [3, (seed, 0), 5])], new_tokens=1)[0].logprobs[0]
-        for seed in (1, 2, 1)
+        run_packed(case.model, [case.prompt([3, (seed, 0), 5])], new_tokens=1)[0].logprobs[0] for seed in (1, 2, 1)
     )
     assert (first - second).abs().max() > 1e-2
     assert torch.equal(first, again)

@@ -24,6 +24,7 @@ LEVELS = {
     "mmserve.model": 3,
     "mmserve.engine": 4,
     "mmserve.requests": 5,
+    "mmserve.assembly": 5,
     "mmserve.pipeline": 5,
     "mmserve.testing": 6,
     "mmserve.bench": 6,

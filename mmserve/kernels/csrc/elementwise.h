@@ -19,7 +19,7 @@ LANES F f_exp2(F x) {
 
 // 1 / (1 + e^-x)
 LANES F f_sigmoid(F x) {
-  const F e = f_exp2(f_mul(f_max(x, f_set(-80.0f)), f_set(-kLog2e)));
+  const F e = f_exp2(f_mul(f_max(x, f_set(-88.0f)), f_set(-kLog2e)));
   return f_div(f_set(1.0f), f_add(f_set(1.0f), e));
 }
 

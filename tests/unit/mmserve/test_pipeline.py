@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import threading
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ def pipe() -> Iterator[MMPipeline]:
 
 @pytest.fixture(scope="module")
 def expected(pipe: MMPipeline) -> GenerationOutput:
-    return pipe.generate(STAR, QUESTION)
+    return pipe.generate(STAR, QUESTION, max_tokens=30)
 
 
 def _png(picture: Image.Image) -> bytes:
@@ -139,10 +140,38 @@ def test_a_batch_larger_than_the_window_keeps_its_order() -> None:
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
 
 
+def test_a_progress_bar_counts_requests_if_wanted(pipe: MMPipeline, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe.generate_batch([(STAR, "Where?")] * 2, progress=True)
+    assert "2/2" in capsys.readouterr().err
+    pipe.generate_batch([(STAR, "Where?")] * 2)
+    assert capsys.readouterr().err == ""  # no terminal, and no long work
+
+
 def test_many_threads_share_one_pipeline(pipe: MMPipeline, expected: GenerationOutput) -> None:
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda _: pipe.generate(STAR, QUESTION).token_ids, range(16)))
     assert answers == [expected.token_ids] * 16
+
+
+def test_awaiting_gives_the_same_answer_to_many_at_once(pipe: MMPipeline, expected: GenerationOutput) -> None:
+    async def ask() -> list[Any]:
+        return await asyncio.gather(
+            *(pipe.agenerate(STAR, QUESTION, max_tokens=30) for _ in range(4)), collect(), pipe.agenerate(request)
+        )
+
+    async def collect() -> GenerationOutput:
+        last = None
+        text = ""
+        async for delta in pipe.astream(STAR, QUESTION, max_tokens=30):
+            text += delta.text
+            last = delta.output
+        assert last is not None
+        assert last.text == text
+        return last
+
+    request = GenerationRequest(prompt=QUESTION, images=[STAR], sampling={"max_tokens": 30})
+    for _ in range(2):  # a second event loop on the same pipeline
+        assert {answer.token_ids for answer in asyncio.run(ask())} == {expected.token_ids}
 
 
 def test_closing_tells_who_waits_and_leaves_no_thread() -> None:

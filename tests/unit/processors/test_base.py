@@ -146,6 +146,18 @@ def test_an_empty_prompt_needs_an_image(processor_of: Maker) -> None:
     assert len(processor_of("llava").process("", _pictures(1)).images) == 1
 
 
+@pytest.mark.parametrize("images", ["photo.jpg", b"bytes", noise(9, 9), 5])
+def test_one_image_must_be_in_a_list_too(processor_of: Maker, images: object) -> None:
+    with pytest.raises(PromptError, match="must be a list"):
+        processor_of("llava").process("x", images)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [5, None, {"role": "user"}, b"x", [], [1.5], [[1]], ["x"]])
+def test_other_prompts_are_refused(processor_of: Maker, prompt: object) -> None:
+    with pytest.raises(PromptError):
+        processor_of("llava").process(prompt)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("raw", [True, False])
 def test_exactly_one_beginning_token(processor_of: Maker, raw: bool) -> None:
     processor = processor_of("gemma3")

@@ -221,6 +221,8 @@ FORMATS = [
     ("WEBP", {"lossless": True}),
     ("BMP", {}),
     ("PPM", {}),
+    ("TIFF", {}),
+    ("AVIF", {}),
 ]
 
 
@@ -317,6 +319,21 @@ def test_files_can_be_bound_to_a_folder_or_refused(tmp_path: Path) -> None:
             load_image(source, options)
     with pytest.raises(MediaError, match="allow_files"):
         load_image(inside / "a.png", MediaOptions(allow_files=False))
+
+
+def test_a_format_that_starts_another_program_is_not_decoded() -> None:
+    buffer = io.BytesIO()
+    PICTURE.save(buffer, "EPS")
+    with pytest.raises(MediaError, match="known format"):
+        load_image(buffer)
+
+
+def test_a_closed_picture_is_refused(tmp_path: Path) -> None:
+    PICTURE.save(tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as image:
+        pass
+    with pytest.raises(MediaError):
+        load_image(image)
 
 
 @pytest.mark.parametrize("source", [None, 5, object(), [1, 2], io.StringIO("text")])

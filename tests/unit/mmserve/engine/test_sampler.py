@@ -21,9 +21,10 @@ from transformers import (
 )
 
 from mmserve.engine.batch import SampledToken
+from mmserve.engine.choice import CANDIDATES, choose, inverse_cdf, min_p_filter, top_k_filter, top_p_filter
 from mmserve.engine.defaults import resolve_sampling
 from mmserve.engine.random import derive_seed, uniform
-from mmserve.engine.sampler import Sampler, SequenceState, inverse_cdf, min_p_filter, top_k_filter, top_p_filter
+from mmserve.engine.sampler import Sampler, SequenceState
 from mmserve.errors import RequestError
 from mmserve.types import SamplingParams
 
@@ -237,3 +238,22 @@ def test_defaults_come_from_the_model_and_resolving_twice_changes_nothing() -> N
     greedy = resolve_sampling(SamplingParams(ignore_eos=True), config | {"do_sample": False})
     assert (greedy.temperature, greedy.stop_token_ids) == (0.0, ())
     assert resolve_sampling(SamplingParams(), None).max_tokens == 256
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
+def test_choosing_from_the_likeliest_few_is_choosing_from_all(spread: float) -> None:
+    """Rows with every mix of filters, over flat and steep distributions; a flat one needs the whole vocabulary."""
+    size, rows = 4 * CANDIDATES, 64
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(rows, size, generator=generator) * spread
+    scores[0] = scores[0].round()  # ties
+
+    def pick(*values: float) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (rows, 1), generator=generator)]
+
+    top_k, top_p, min_p = pick(size, 1, 40, CANDIDATES, 1500).long(), pick(1.0, 0.2, 0.9, 0.99), pick(0.0, 0.05, 1.0)
+    numbers = torch.rand(rows, generator=generator, dtype=torch.float64)
+    filtered = min_p_filter(top_p_filter(top_k_filter(scores, top_k), top_p), min_p)
+    assert choose(scores, top_k, top_p, min_p, numbers).tolist() == inverse_cdf(filtered, numbers).tolist()
+    alone = [choose(*(t[row : row + 1] for t in (scores, top_k, top_p, min_p, numbers))).item() for row in range(rows)]
+    assert choose(scores, top_k, top_p, min_p, numbers).tolist() == alone

@@ -1,0 +1,1 @@
+"""Benchmarks: this engine against transformers' own generate(), and the attention backends against each other."""

@@ -1,0 +1,93 @@
+"""One decoder layer of the Llama kind as one call into the library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mmserve.attention.interface import AttentionMetadata, AttentionSpec, LayerCache
+from mmserve.attention.intervals import visible_intervals
+from mmserve.kernels.library import native_module
+
+__all__ = ["DecoderWeights", "NativeDecoderLayer"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """Weights of one layer, all of one dtype; w its width, m its inner width.
+
+    Attributes:
+        input_norm, middle_norm: [w]; input_eps, middle_eps go with them.
+        qkv: [(H + 2 K) D, w], queries first. qkv_bias: [(H + 2 K) D] or None.
+        output: [w, H D]. output_bias: [w] or None.
+        gate_up: [2 m, w], gates first. down: [w, m].
+    """
+
+    input_norm: torch.Tensor
+    input_eps: float
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    middle_norm: torch.Tensor
+    middle_eps: float
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class NativeDecoderLayer:
+    """h + attention(norm(h)), then h + down(silu(gate) * up) of its norm, over the paged cache.
+
+    A decode step of one token makes about ten calls into torch for each of these lines otherwise, each
+    of which costs more than the arithmetic of a small model.
+    """
+
+    def __init__(self, weights: DecoderWeights, spec: AttentionSpec) -> None:
+        library = native_module()
+        if library is None:
+            raise RuntimeError("there is no compiled library: ask mmserve.kernels.library.status() first")
+        self._spec = spec
+        self._layer: Any = library.DecoderLayer(
+            weights.input_norm,
+            weights.qkv,
+            weights.qkv_bias,
+            weights.output,
+            weights.output_bias,
+            weights.middle_norm,
+            weights.gate_up,
+            weights.down,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            spec.scale,
+            spec.soft_cap or 0.0,
+            weights.input_eps,
+            weights.middle_eps,
+        )
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """hidden [T, w], cos and sin [T, D] -> [T, w]; the batch's keys and values go into the cache."""
+        lo, hi = visible_intervals(metadata, self._spec)
+        out: torch.Tensor = self._layer.forward(
+            hidden,
+            cos,
+            sin,
+            cache.key,
+            cache.value,
+            metadata.slot_mapping,
+            metadata.cu_seqlens_q,
+            metadata.key_lens_tensor,
+            metadata.block_tables,
+            lo,
+            hi,
+        )
+        return out

@@ -1,0 +1,89 @@
+"""A trial at load: a short text through the plain model and through the packed path must agree.
+
+The packed path feeds embeddings where a plain call feeds ids, and masks where the model builds its own.
+A text model that needs more than that (ids for embeddings of its layers, say) shows it here, before the
+first request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mmserve.attention.interface import AttentionMetadata
+from mmserve.cache.tensors import allocate
+from mmserve.errors import UnsupportedModelError
+from mmserve.model.interface import Model, PackedBatch
+from processors.types import ProcessedPrompt
+
+__all__ = ["check_agreement", "plain_logits"]
+
+_LENGTH = 8
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
+"""Largest relative difference, by norm; half precision rounds differently in batches of another shape."""
+
+
+def _trial_ids(vocab_size: int) -> list[int]:
+    """Ids spread over the lower half of the vocabulary, where words are and placeholders are not."""
+    return [2 + (7919 * i) % max(1, vocab_size // 2 - 2) for i in range(1, _LENGTH + 1)]
+
+
+@torch.inference_mode()
+def plain_logits(model: Any, vocab_size: int) -> torch.Tensor:
+    """The trial text's logits [T, V] from the transformers model as it is, before anything is routed."""
+    device = model.get_input_embeddings().weight.device
+    ids = torch.tensor([_trial_ids(vocab_size)], device=device)
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits[0].float()
+
+
+def check_agreement(model: Model, expected: torch.Tensor, block_size: int, dtype: torch.dtype) -> None:
+    """Run the trial text through the packed path, the second half as a chunk of its own.
+
+    Raises:
+        UnsupportedModelError: The logits are not those of the plain model.
+    """
+    ids = _trial_ids(model.vocab_size)
+    spec = model.cache_spec()
+    blocks = -(-_LENGTH // block_size)
+    device = expected.device
+    model.bind_cache(allocate(spec.layers, num_blocks=blocks, block_size=block_size, dtype=spec.dtype, device=device))
+    plan = model.plan(ProcessedPrompt(token_ids=tuple(ids)))
+    half = _LENGTH // 2 if not plan.spans else _LENGTH
+    found = []
+    for start, stop in ((0, half), (half, _LENGTH)):
+        if stop > start:
+            found.append(model.forward(_batch(ids, plan.positions_at(start, stop), start, stop, plan.spans, device)))
+    difference = float((torch.cat(found) - expected).norm() / expected.norm())
+    if not difference <= _TOLERANCE[dtype]:
+        raise UnsupportedModelError(
+            f"on a trial text the packed path differs from the plain model by {difference:.1e} (relative), "
+            f"more than {_TOLERANCE[dtype]:.0e}"
+        )
+
+
+def _batch(
+    ids: list[int],
+    positions: torch.Tensor,
+    start: int,
+    stop: int,
+    spans: tuple[tuple[int, int], ...],
+    device: torch.device,
+) -> PackedBatch:
+    length = stop - start
+    return PackedBatch(
+        token_ids=torch.tensor(ids[start:stop], device=device),
+        positions=positions.to(device),
+        placements=(),
+        attention=AttentionMetadata(
+            query_lens=(length,),
+            key_lens=(stop,),
+            cu_seqlens_q=torch.tensor([0, length], dtype=torch.int32, device=device),
+            key_lens_tensor=torch.tensor([stop], dtype=torch.int32, device=device),
+            block_tables=torch.arange(_LENGTH, dtype=torch.int32, device=device)[None],
+            slot_mapping=torch.arange(start, stop, device=device),
+            spans=(spans,),
+        ),
+        logit_indices=torch.arange(length, device=device),
+    )

@@ -1,0 +1,225 @@
+"""Replaced layers give what the originals give; layers that only look alike are found out and left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.activations import ACT2FN
+
+from mmserve.attention.interface import AttentionMetadata, AttentionSpec, LayerCache
+from mmserve.attention.native import NativeBackend
+from mmserve.kernels.library import status
+from mmserve.kernels.linear import FewRowLinear
+from mmserve.model import text_attention
+from mmserve.model.replace import replace_layers
+from mmserve.model.replace_decoder import replace_decoder_layers
+from mmserve.model.replace_tower import NAME, encoder_attention, replace_tower
+from mmserve.model.text_attention import LayerBinding, PagedStep
+
+pytestmark = pytest.mark.skipif(not status().native, reason=f"no compiled kernels: {status().reason}")
+
+TEXT = {
+    "vocab_size": 50,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def text_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """With weights large enough that each part of a layer shows in its output."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mul_(5) if parameter.dim() == 2 else parameter.add_(0.1 * torch.randn_like(parameter))
+    text_attention.register()
+    text_attention.route(model, text_attention.NAME)
+    return model
+
+
+def specs_of(model: Any, **more: Any) -> dict[nn.Module, AttentionSpec]:
+    return {
+        layer.self_attn: AttentionSpec(i, 6, 2, 16, 16, scale=layer.self_attn.scaling, **more)
+        for i, layer in enumerate(model.get_decoder().layers)
+    }
+
+
+def run(model: Any, specs: Mapping[nn.Module, AttentionSpec], lengths: list[tuple[int, int]]) -> torch.Tensor:
+    """Logits [T, V] of a packed batch of (cached, new) sequences; what is cached is random."""
+    dtype = next(model.parameters()).dtype
+    random = torch.Generator().manual_seed(1)
+    tables = torch.arange(2 * len(lengths), dtype=torch.int32).view(-1, 2)
+    caches = [
+        LayerCache(*(torch.randn(tables.numel(), 16, 2, 16, generator=random).to(dtype) for _ in range(2)))
+        for _ in specs
+    ]
+    positions = [position for past, new in lengths for position in range(past, past + new)]
+    slots = [i * 32 + p for i, (past, new) in enumerate(lengths) for p in range(past, past + new)]
+    news = [new for _, new in lengths]
+    metadata = AttentionMetadata(
+        query_lens=tuple(news),
+        key_lens=tuple(past + new for past, new in lengths),
+        cu_seqlens_q=torch.tensor([0, *torch.tensor(news).cumsum(0)], dtype=torch.int32),
+        key_lens_tensor=torch.tensor([past + new for past, new in lengths], dtype=torch.int32),
+        block_tables=tables,
+        slot_mapping=torch.tensor(slots),
+        spans=((),) * len(lengths),
+    )
+    bindings = {
+        module: LayerBinding(spec, cache, NativeBackend())
+        for (module, spec), cache in zip(specs.items(), caches, strict=True)
+    }
+    ids = torch.randint(0, 50, (1, len(slots)), generator=random)
+    with torch.inference_mode():
+        step = PagedStep(bindings, metadata)
+        return model(ids, position_ids=torch.tensor([positions]), use_cache=False, paged=step).logits[0]
+
+
+STEPS = pytest.mark.parametrize("lengths", [[(5, 1), (0, 1), (20, 1)], [(0, 24), (3, 1)]], ids=["decode", "many-rows"])
+
+
+class TestDecoderLayers:
+    @STEPS
+    @pytest.mark.parametrize(
+        "config",
+        [LlamaConfig(**TEXT), Qwen2Config(**TEXT), LlamaConfig(**TEXT, attention_bias=True)],
+        ids=["llama", "qwen2-biases", "llama-biases"],
+    )
+    def test_give_the_same(self, config: Any, lengths: list[tuple[int, int]]) -> None:
+        model = text_model(config)
+        specs = specs_of(model)
+        expected = run(model, specs, lengths)
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert replace_decoder_layers(model, specs, frozenset(specs)) == (2, None)
+        torch.testing.assert_close(run(model, specs, lengths), expected, atol=1e-4, rtol=1e-4)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+    @STEPS
+    def test_in_bfloat16_they_are_as_near_to_float32_as_the_originals(self, lengths: list[tuple[int, int]]) -> None:
+        exact = text_model(LlamaConfig(**TEXT), torch.bfloat16).float()
+        expected = run(exact, specs_of(exact), lengths)
+        model = text_model(LlamaConfig(**TEXT), torch.bfloat16)
+        specs = specs_of(model)
+        before = (run(model, specs, lengths).float() - expected).pow(2).mean().sqrt()
+        assert replace_decoder_layers(model, specs, frozenset(specs))[0] == 2
+        after = (run(model, specs, lengths).float() - expected).pow(2).mean().sqrt()
+        assert after < 1.5 * before
+
+    def test_weights_are_not_kept_twice(self) -> None:
+        model = text_model(LlamaConfig(**TEXT))
+        specs = specs_of(model)
+        replace_decoder_layers(model, specs, frozenset(specs))
+        attention = model.model.layers[0].self_attn
+        pointers = {part.weight.untyped_storage().data_ptr() for part in (attention.q_proj, attention.v_proj)}
+        assert len(pointers) == 1
+
+    def test_the_native_layer_really_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = text_model(LlamaConfig(**TEXT))
+        specs = specs_of(model)
+        replace_decoder_layers(model, specs, frozenset(specs))
+        for layer in model.model.layers:
+            monkeypatch.setattr(layer.mlp, "forward", lambda _: pytest.fail("the layer's own forward ran"))
+        run(model, specs, [(0, 3)])
+
+    @pytest.mark.parametrize(
+        ("config", "reason"),
+        [
+            (Qwen3Config(**TEXT), "keys of Qwen3DecoderLayer differ|other projections"),
+            (GemmaConfig(**TEXT, hidden_activation="silu"), "GemmaDecoderLayer differ"),
+            (LlamaConfig(**TEXT, hidden_act="relu"), "output of LlamaDecoderLayer differ"),
+            (LlamaConfig(**TEXT, mlp_bias=True), "LlamaMLP has biases"),
+        ],
+        ids=["norm-on-queries", "norm-plus-one", "other-activation", "mlp-bias"],
+    )
+    def test_look_alikes_stay_as_they_are(self, config: Any, reason: str) -> None:
+        model = text_model(config)
+        specs = specs_of(model)
+        expected = run(model, specs, [(0, 5), (2, 1)])
+        count, why = replace_decoder_layers(model, specs, frozenset(specs))
+        assert count == 0
+        assert any(part in str(why) for part in reason.split("|")), why
+        assert torch.equal(run(model, specs, [(0, 5), (2, 1)]), expected)
+
+    def test_layers_of_another_backend_stay(self) -> None:
+        model = text_model(LlamaConfig(**TEXT))
+        count, why = replace_decoder_layers(model, specs_of(model), frozenset())
+        assert (count, why) == (0, "the attention of LlamaDecoderLayer is not served by the native backend")
+
+
+def vision_model(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = Idefics3Config(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={
+            "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "image_size": 32, "patch_size": 8,
+        },
+        scale_factor=2,
+        image_token_id=49,
+    )  # fmt: skip
+    return Idefics3ForConditionalGeneration._from_config(config, dtype=dtype).eval().requires_grad_(False)
+
+
+class TestTower:
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_features_are_the_same(self, padded: bool) -> None:
+        model = vision_model()
+        pixels = torch.randn(1, 3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        mask = torch.ones(1, 3, 32, 32, dtype=torch.bool)
+        mask[0, 1, :, 16:] = not padded
+        with torch.inference_mode():
+            expected = model.get_image_features(pixels, mask, return_dict=True).pooler_output
+            done = list(replace_tower(model))
+            actual = model.get_image_features(pixels, mask, return_dict=True).pooler_output
+        assert [(count, why) for _, count, why in done] == [(1, None), (2, None), (1, None)]
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+    def test_the_kernel_really_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = vision_model(torch.bfloat16)
+        list(replace_tower(model))
+        assert model.config.vision_config._attn_implementation == NAME
+        assert model.config.text_config._attn_implementation != NAME
+        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda *_, **__: pytest.fail("torch ran"))
+        model.get_image_features(torch.randn(1, 2, 3, 32, 32).bfloat16(), return_dict=True)
+
+    @pytest.mark.parametrize(("causal", "masked"), [(False, False), (True, False), (False, True)])
+    def test_what_the_kernel_has_not_goes_to_torch(self, causal: bool, masked: bool) -> None:
+        query, key, value = torch.randn(3, 2, 3, 6, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+        mask = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(1)) > 0.3 if masked else None
+        if mask is not None:
+            mask[..., 0] = True
+        out, _ = encoder_attention(nn.Module(), query, key, value, mask, scaling=0.5, is_causal=causal)
+        expected = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=0.5
+        )
+        torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_everything_at_once_and_what_is_said_of_it() -> None:
+    model = vision_model()
+    text_attention.register()
+    text_attention.route(model, text_attention.NAME)
+    specs = specs_of(model)
+    said = [replacement.describe() for replacement in replace_layers(model, specs, frozenset(specs))]
+    assert [(entry["count"], entry["declined"]) for entry in said] == [
+        (2, None), (15, None), (1, None), (2, None), (1, None),
+    ]  # fmt: skip
+    assert isinstance(model.lm_head, FewRowLinear)
+    assert isinstance(model.model.vision_model.encoder.layers[0].mlp.activation_fn, nn.Module)
+    assert type(ACT2FN["gelu_pytorch_tanh"]).__name__ == "GELUTanh"

@@ -1,0 +1,143 @@
+"""Families one by one: ids, tensors and counts against the processor's own call, over many sizes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, noise
+
+from processors import ProcessorError, PromptProcessor
+from processors.expand import TEXT_OUTPUTS
+
+Maker = Callable[[str], PromptProcessor]
+
+SIZES = [(1, 1), (1, 50), (3, 4), (28, 28), (97, 61), (120, 300), (300, 20)]
+FAMILIES = [
+    "aya_vision", "cohere2_vision", "emu3", "ernie4_5_vl_moe", "gemma3", "glm4v", "got_ocr2",
+    "hunyuan_vl", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "llama4", "llava",
+    "llava_next", "llava_onevision", "minicpmv4_6", "mistral3", "ovis2", "paligemma", "perception_lm",
+    "qianfan_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm", "video_llama_3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_size_equals_the_processors_own_call(processor_of: Maker, family: str) -> None:
+    processor = processor_of(family)
+    expander = processor._loaded.expander
+    prompt = f"{expander.image_text} What?"
+    seen = 0
+    for seed, size in enumerate(SIZES):
+        picture = noise(*size, seed)
+        try:
+            ours = processor.process(prompt, [picture], raw=True)
+        except ProcessorError:
+            with pytest.raises(Exception):  # noqa: B017, PT011 - whatever it raises, it refuses this size too
+                _refused(expander, prompt, picture)
+            continue
+        own = expander.call(prompt, [picture], {})
+        assert list(ours.token_ids) == own["input_ids"][0].tolist(), size
+        tensors = ours.images[0].tensors
+        for name in set(own) - TEXT_OUTPUTS - {"labels", *processor._loaded.family.prompt_outputs}:
+            assert torch.equal(tensors[name], torch.as_tensor(own[name])), (size, name)
+        seen += 1
+    assert seen >= 5
+
+
+def _refused(expander: Any, prompt: str, picture: Any) -> None:
+    outputs = expander.call(prompt, [picture], {})
+    if not any(outputs["text_replacement_offsets"][0]):
+        raise ValueError("no tokens")
+    if not outputs["text_replacement_offsets"][0][0]["replacement"]:
+        raise ValueError("no tokens")
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "perception_lm"])
+def test_several_images_equal_the_processors_own_call(processor_of: Maker, family: str) -> None:
+    """Touching and apart. (Perception LM's own call takes no images of different tile counts.)"""
+    processor = processor_of(family)
+    expander = processor._loaded.expander
+    pictures = [noise(97, 61, 1), noise(40, 90, 2), noise(64, 64, 3)]
+    mark = expander.image_text
+    prompt = f"{mark}{mark} and \n{mark}What?"
+    own = expander.call(prompt, pictures, {})
+    ours = processor.process(prompt, pictures, raw=True)
+    assert list(ours.token_ids) == own["input_ids"][0].tolist()
+    for before, after in itertools.pairwise(ours.images):
+        assert before.range.end <= after.range.offset
+    assert [image.size for image in ours.images] == [p.size for p in pictures]
+
+
+def test_recorded_counts_still_hold(processor_of: Maker) -> None:
+    """What each family made of each size when it was recorded: a change of the library shows here."""
+    recorded = json.loads((ROOT / "fixtures/processors/recorded.json").read_text())["families"]
+    for family in ("idefics3", "qwen2_vl", "gemma3", "llava_next", "mistral3", "internvl"):
+        processor = processor_of(family)
+        for row in recorded[family]:
+            image = processor.process("x", [noise(*row["size"])]).images[0]
+            assert image.range.length == row["length"], (family, row)
+            assert image.range.num_embeds == row["num_embeds"], (family, row)
+            assert {n: list(t.shape) for n, t in image.tensors.items()} == row["tensors"], (family, row)
+
+
+def test_an_image_among_others_is_processed_as_its_family_does(processor_of: Maker) -> None:
+    """LLaVA-OneVision tiles an image only if it is alone."""
+    processor = processor_of("llava_onevision")
+    picture = noise(150, 60, 1)
+    alone = processor.process("x", [picture]).images[0]
+    among = processor.process("x", [picture, noise(60, 60, 2)]).images[0]
+    assert alone.range.num_embeds > among.range.num_embeds
+    assert alone.key != among.key
+    assert among.tensors["pixel_values"].shape[1] == 1
+
+
+def test_images_are_numbered_where_the_family_numbers_them(processor_of: Maker) -> None:
+    processor = processor_of("minicpmv4_6")
+    result = processor.process("x", [noise(60, 60, 5), noise(60, 60, 5)])
+    texts = [processor.tokenizer.decode(result.token_ids[i.range.offset : i.range.end]) for i in result.images]
+    assert texts[0].startswith("<image_id_start>0<image_id_end>")
+    assert texts[1] == texts[0].replace(">0<", ">1<")
+
+
+def test_what_belongs_to_the_whole_prompt_is_not_an_images(processor_of: Maker) -> None:
+    processor = processor_of("ernie4_5_vl_moe")
+    for text in ("x", "a longer question about it"):
+        result = processor.process(text, [noise(60, 60)])
+        assert "moe_mm_token_type_ids" not in result.images[0].tensors
+        assert result.prompt_tensors["moe_mm_token_type_ids"].shape == (1, len(result.token_ids))
+    assert processor.process("no image").prompt_tensors["moe_mm_token_type_ids"].sum() == 0
+
+
+def test_paligemma_needs_an_image(processor_of: Maker) -> None:
+    from processors import PromptError
+
+    with pytest.raises(PromptError, match="without an image"):
+        processor_of("paligemma").process("x")
+
+
+@pytest.mark.parametrize(
+    ("family", "bounded"), [("llava", True), ("qwen2_vl", True), ("idefics3", True), ("ovis2", True)]
+)
+def test_the_largest_image(processor_of: Maker, family: str, bounded: bool) -> None:
+    processor = processor_of(family)
+    largest = processor.largest_image()
+    assert largest.bounded is bounded
+    assert processor.max_image_tokens() == largest.length
+    image = processor.process("x", [noise(*largest.size)]).images[0]
+    assert (image.range.length, image.range.num_embeds) == (largest.length, largest.num_embeds)
+    for size in [(500, 400), (64, 700), (333, 334), (900, 150)]:
+        assert processor.process("x", [noise(*size)]).images[0].range.length <= largest.length
+
+
+def test_splitting_can_be_switched_off_for_a_request(processor_of: Maker) -> None:
+    processor = processor_of("idefics3")
+    split = processor.process("x", [noise(120, 80)]).images[0]
+    whole = processor.process("x", [noise(120, 80)], options={"do_image_splitting": False}).images[0]
+    assert whole.tensors["pixel_values"].shape[1] == 1
+    assert split.tensors["pixel_values"].shape[1] > 1
+    assert whole.range.num_embeds == 4
+    assert split.range.num_embeds == 4 * split.tensors["pixel_values"].shape[1]
