@@ -1,4 +1,4 @@
-"""Puts the parts of a pipeline together: folder, processor, model, engine."""
+"""The parts of a pipeline and how they are put together: folder, processor, model, engine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmserve.config import EngineConfig
-from mmserve.errors import UnsupportedModelError
-from processors.errors import UnsupportedProcessorError
+from mmserve.errors import InputError, UnsupportedModelError
+from mmserve.requests import image_inputs, plain_messages
+from processors.errors import ProcessorError, UnsupportedProcessorError
 
 if TYPE_CHECKING:
     import torch
 
     from mmserve.engine.core import Engine
     from mmserve.model.interface import Model
+    from mmserve.types import GenerationRequest
     from processors import PromptProcessor
+    from processors.types import ProcessedPrompt
 
-__all__ = ["Parts", "assemble"]
+__all__ = ["Parts", "assemble", "load_processor", "process_request", "resolve_folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ def assemble(
     from mmserve.model import load_model
     from mmserve.model.generation import load_generation_config
 
-    processor = _load_processor(folder, config, trust_remote_code)
+    processor = load_processor(folder, config, trust_remote_code=trust_remote_code)
     model = load_model(
         folder,
         dtype=dtype,
@@ -68,7 +71,27 @@ def assemble(
     return Parts(folder, processor, model, engine)
 
 
-def _load_processor(folder: Path, config: EngineConfig, trust_remote_code: bool) -> PromptProcessor:
+def resolve_folder(model: str | Path | None, revision: str | None = None) -> Path:
+    """The local folder of a model; None: the demo model's.
+
+    Raises:
+        ModelNotFoundError: There is no such folder, or the hub does not give it.
+    """
+    if model is None:
+        from mmserve.demo import demo_model_folder
+
+        return demo_model_folder()
+    from mmserve.model.source import resolve_model_folder
+
+    return resolve_model_folder(model, revision)
+
+
+def load_processor(folder: Path, config: EngineConfig, *, trust_remote_code: bool = False) -> PromptProcessor:
+    """The folder's processor, with the media limits of `config`.
+
+    Raises:
+        UnsupportedModelError: There is none, or it can not be used.
+    """
     from processors import MediaOptions, PromptProcessor
 
     media = MediaOptions(
@@ -79,6 +102,35 @@ def _load_processor(folder: Path, config: EngineConfig, trust_remote_code: bool)
         file_root=None if config.allowed_media_root is None else str(config.allowed_media_root),
     )
     try:
-        return PromptProcessor.from_pretrained(folder, media=media, trust_remote_code=trust_remote_code)
+        return PromptProcessor.from_pretrained(
+            folder,
+            media=media,
+            trust_remote_code=trust_remote_code,
+            cache_bytes=config.processor_cache_memory,
+            workers=config.preprocess_threads,
+        )
     except UnsupportedProcessorError as error:
         raise UnsupportedModelError(str(error)) from error
+
+
+def process_request(processor: PromptProcessor, request: GenerationRequest) -> ProcessedPrompt:
+    """What the model would see of `request`.
+
+    Raises:
+        InputError: An image can not be read, or prompt and images do not fit together.
+    """
+    images = image_inputs(request)
+    names = [image.uuid for image in images]
+    try:
+        if request.messages is not None:
+            messages = plain_messages(request.messages)
+            return processor.process(messages, options=request.processor_options, image_ids=names)
+        return processor.process(
+            request.prompt or "",
+            [image.source for image in images],
+            raw=request.raw,
+            options=request.processor_options,
+            image_ids=names,
+        )
+    except ProcessorError as error:
+        raise InputError(str(error)) from error

@@ -45,6 +45,9 @@ class EngineConfig(Schema):
         default=1024, ge=1, description="Most requests waiting; one more is refused with Overloaded."
     )
     preprocess_threads: int = Field(default=2, ge=1, le=64, description="Threads that read and process images.")
+    processor_cache_memory: int = Field(
+        default=GiB // 4, ge=0, description="Bytes of processed images kept, so that one seen before is not processed."
+    )
     attention_backend: str = Field(default="auto", description="'auto', or the name of one backend to force.")
     max_image_pixels: int = Field(default=64 * 1024 * 1024, ge=1, description="Largest picture read, in pixels.")
     max_image_bytes: int = Field(

@@ -11,20 +11,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from mmserve.assembly import assemble
+from mmserve.assembly import assemble, process_request, resolve_folder
 from mmserve.config import EngineConfig
-from mmserve.errors import InputError, InvalidRequestError, MMServeError, PipelineClosedError
+from mmserve.errors import InvalidRequestError, MMServeError, PipelineClosedError
 from mmserve.requests import (
     Images,
     RequestLike,
     as_request,
     build_request,
     chat_request,
-    image_inputs,
-    plain_messages,
 )
 from mmserve.types import GenerationOutput, GenerationRequest, Message, SamplingParams, StreamDelta
-from processors.errors import ProcessorError
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +68,11 @@ class MMPipeline:
     ) -> None:
         self._config = EngineConfig(**options)
         parts = assemble(
-            _folder_of(model, revision), self._config, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+            resolve_folder(model, revision),
+            self._config,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
         )
         self._folder = parts.folder
         self._processor = parts.processor
@@ -239,7 +240,7 @@ class MMPipeline:
             InputError: An image can not be read, or prompt and images do not fit together.
         """
         self._check_open()
-        return self._process(as_request(request))
+        return process_request(self._processor, as_request(request))
 
     def describe(self) -> dict[str, Any]:
         """What was loaded, and which paths were chosen and why; JSON-friendly."""
@@ -265,6 +266,7 @@ class MMPipeline:
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._engine.close()
         self._workers.shutdown(wait=True)
+        self._processor.close()
 
     def __enter__(self) -> MMPipeline:
         return self
@@ -299,28 +301,10 @@ class MMPipeline:
         return self._workers.submit(self._prepare_and_submit, request, time.monotonic())
 
     def _prepare_and_submit(self, request: GenerationRequest, arrival: float) -> RequestHandle:
-        prompt = self._process(request)
+        prompt = process_request(self._processor, request)
         return self._engine.submit(
             prompt, request.sampling, priority=request.priority, timeout=request.timeout, arrival=arrival
         )
-
-    def _process(self, request: GenerationRequest) -> ProcessedPrompt:
-        images = image_inputs(request)
-        names = [image.uuid for image in images]
-        try:
-            if request.messages is not None:
-                return self._processor.process(
-                    plain_messages(request.messages), options=request.processor_options, image_ids=names
-                )
-            return self._processor.process(
-                request.prompt or "",
-                [image.source for image in images],
-                raw=request.raw,
-                options=request.processor_options,
-                image_ids=names,
-            )
-        except ProcessorError as error:
-            raise InputError(str(error)) from error
 
     def _progress_bar(self, total: int, wanted: bool | None) -> Any:
         from tqdm import tqdm
@@ -332,16 +316,6 @@ class MMPipeline:
     def _check_open(self) -> None:
         if self._closed:
             raise PipelineClosedError("this pipeline was closed: make a new one")
-
-
-def _folder_of(model: str | Path | None, revision: str | None) -> Path:
-    if model is None:
-        from mmserve.demo import demo_model_folder
-
-        return demo_model_folder()
-    from mmserve.model.source import resolve_model_folder
-
-    return resolve_model_folder(model, revision)
 
 
 def _request_of(image: Images | GenerationRequest, prompt: str | None, options: dict[str, Any]) -> GenerationRequest:

@@ -23,7 +23,7 @@ from processors.loading import LoadedProcessor, load_processor, take_apart
 from processors.media import ImageSource, MediaOptions
 from processors.options import OptionTable
 from processors.ranges import range_from_ids
-from processors.selfcheck import count_alone, counts_of, put_in
+from processors.selfcheck import count_alone, counts_of, image_texts, put_in
 from processors.sizing import LargestImage, find_largest
 from processors.types import ImageItem, ProcessedPrompt
 
@@ -104,6 +104,14 @@ class PromptProcessor:
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
         return self._template is not None
+
+    @property
+    def pixel_normalization(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Mean and standard deviation a channel that pixels in 0..1 are normalised with; None if they are not."""
+        images = getattr(self._loaded.processor, "image_processor", None)
+        if images is None or not getattr(images, "do_normalize", False):
+            return None
+        return tuple(images.image_mean), tuple(images.image_std)
 
     def check_options(self, options: Mapping[str, object]) -> None:
         """Raises OptionError if an option is unknown to this processor; the message lists the known."""
@@ -214,7 +222,8 @@ class PromptProcessor:
 
     def _place(self, ids: list[int], expansions: Sequence[Expansion]) -> EncodedPrompt:
         own = frozenset(self.placeholder_token_ids)
-        images = [ImageIds.of(self._encoder.encode_continued(expansion.text), own) for expansion in expansions]
+        texts = image_texts(self._loaded.processor, self._loaded.family, expansions)
+        images = [ImageIds.of(self._encoder.encode_continued(text), own) for text in texts]
         return place_in_ids(ids, images, self._loaded.placeholder_id, own)
 
     def _assemble(

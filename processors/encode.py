@@ -56,9 +56,10 @@ class PromptEncoder:
         The tokenizer's own special tokens (a beginning-of-sequence token) are added, unless the text begins with one.
 
         Raises:
-            PromptError: An image's text makes no ids of its own.
+            PromptError: An image's text makes no ids of its own, or the text is no valid Unicode.
         """
-        bare = bool(self.bos and segments and segments[0].text.startswith(self.bos))
+        first = segments[0] if segments else Segment("text", "")
+        bare = bool(self.bos) and first.kind == "text" and first.text.startswith(str(self.bos))
         ids: list[int] = [] if bare else list(self._prefix)
         spans: list[tuple[int, int]] = []
         for index, run in enumerate(_runs(segments)):
@@ -125,8 +126,15 @@ def _added_around(backend: Any) -> tuple[list[int], list[int]]:
 
 def _begun(backend: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """Encode `text` as the beginning of a prompt."""
-    encoding = backend.encode(text, add_special_tokens=False)
+    encoding = _encoding(backend, text)
     return list(encoding.ids), list(encoding.offsets)
+
+
+def _encoding(backend: Any, text: str) -> Any:
+    try:
+        return backend.encode(text, add_special_tokens=False)
+    except (TypeError, UnicodeError) as error:  # a lone surrogate can not leave Python
+        raise PromptError(f"the text can not be encoded: {shorten(str(error))}") from error
 
 
 def _continued(backend: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -135,8 +143,8 @@ def _continued(backend: Any, text: str) -> tuple[list[int], list[tuple[int, int]
     SentencePiece-like tokenizers put a space in front of a text's beginning; behind a newline they do not, so the
     text is encoded behind one, and the newline's ids are dropped again.
     """
-    newline = backend.encode("\n", add_special_tokens=False).ids
-    encoding = backend.encode("\n" + text, add_special_tokens=False)
+    newline = _encoding(backend, "\n").ids
+    encoding = _encoding(backend, "\n" + text)
     count = len(newline)
     if encoding.ids[:count] == newline:
         return list(encoding.ids[count:]), [(a - 1, b - 1) for a, b in encoding.offsets[count:]]

@@ -34,7 +34,7 @@ def canonical(options: Mapping[str, object]) -> bytes:
 
 
 def fingerprint(*parts: str) -> str:
-    """A short stable name for what `parts` describe, e.g. a processor's configuration and its library's version."""
+    """A stable name for what `parts` describe, e.g. a processor's configuration and its library's version."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode()
@@ -53,7 +53,7 @@ def image_key(image: Image.Image, options: Mapping[str, object], processor: str,
     digest.update(f"{processor}|{len(settings)}|".encode() + settings)
     digest.update(f"|{image.mode}|{image.width}x{image.height}|".encode())
     if image_id is not None:
-        digest.update(b"id|" + image_id.encode())
+        digest.update(b"id|" + image_id.encode("utf-8", "surrogatepass"))
     else:
         digest.update(b"pixels|")
         digest.update(image.tobytes())

@@ -13,7 +13,7 @@ from processors.chat import ChatTemplate, Renderer
 from processors.counts import DeclaredCounts
 from processors.encode import PromptEncoder
 from processors.errors import PromptError, UnsupportedProcessorError, shorten
-from processors.expand import ImageExpander
+from processors.expand import ImageExpander, call_errors
 from processors.families import Family, family_of
 from processors.hashing import fingerprint
 from processors.options import OptionTable
@@ -90,11 +90,12 @@ def take_apart(processor: Any, model_config: Mapping[str, object]) -> LoadedProc
 def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoProcessor
 
+    failures: tuple[type[Exception], ...] = (ImportError, *call_errors())
     if not folder.is_dir():
         raise UnsupportedProcessorError(f"{shorten(str(folder))} is no folder")
     try:
         processor = AutoProcessor.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+    except failures as error:
         raise UnsupportedProcessorError(
             f"the processor in {shorten(str(folder))} can not be loaded: {shorten(str(error), 300)}"
         ) from error
@@ -156,12 +157,14 @@ def _chat_template(processor: Any, image_token: str, placeholders: Sequence[int]
 def _renderer(processor: Any, template: str) -> Renderer:
     import jinja2
 
+    refusals: tuple[type[Exception], ...] = (jinja2.TemplateError, *call_errors())
+
     def render(messages: list[dict[str, object]], add_generation_prompt: bool) -> str:
         try:
             text = processor.apply_chat_template(
                 messages, chat_template=template, add_generation_prompt=add_generation_prompt, tokenize=False
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except refusals as error:
             raise PromptError(f"the chat template refuses these messages: {shorten(str(error), 200)}") from error
         return str(text)
 

@@ -24,7 +24,7 @@ from processors.ranges import TypeRule, range_from_ids
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["CheckedProcessor", "check_processor", "count_alone", "counts_of", "put_in"]
+__all__ = ["CheckedProcessor", "check_processor", "count_alone", "counts_of", "image_texts", "put_in"]
 
 _SHAPES = (((64, 48), (40, 90)), ((64, 48), (64, 48)), ((64, 48),))
 """The pictures of the check; the later sets for processors that take no pictures of different size, or only one."""
@@ -55,17 +55,17 @@ def put_in(
     processor: Any, family: Family, segments: Sequence[Segment], expansions: Sequence[Expansion]
 ) -> list[Segment]:
     """The segments that the processor would tokenise: each image as the text that stands for it, in its layout."""
-    filled: list[Segment] = []
-    index = 0
-    for segment in segments:
-        if segment.kind == "image":
-            text = expansions[index].text
-            if family.numbered is not None:
-                text = family.numbered(processor, text, index)
-            segment = Segment("image", text)
-            index += 1
-        filled.append(segment)
+    texts = iter(image_texts(processor, family, expansions))
+    filled = [Segment("image", next(texts)) if segment.kind == "image" else segment for segment in segments]
     return filled if family.layout is None else family.layout(processor, filled)
+
+
+def image_texts(processor: Any, family: Family, expansions: Sequence[Expansion]) -> list[str]:
+    """The text that stands for each image of a prompt."""
+    texts = [expansion.text for expansion in expansions]
+    if family.numbered is None:
+        return texts
+    return [family.numbered(processor, text, index) for index, text in enumerate(texts)]
 
 
 def check_processor(

@@ -1,4 +1,4 @@
-"""The command line: `mmserve demo | generate | describe | fixtures record | fixtures check`."""
+"""The command line: `mmserve demo | generate | describe | fixtures record, check | bench compare, attention, ...`."""
 
 from __future__ import annotations
 

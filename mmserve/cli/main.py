@@ -8,8 +8,10 @@ from typing import Any
 import click
 
 from mmserve import __version__
+from mmserve.cli.bench import bench
 from mmserve.cli.fixtures import fixtures
 from mmserve.cli.generate import demo, describe, generate
+from mmserve.cli.inspect import inspect
 from mmserve.errors import MMServeError
 
 __all__ = ["main"]
@@ -35,5 +37,5 @@ def main() -> None:
     """Image+text inference with any transformers vision-language model."""
 
 
-for command in (demo, generate, describe, fixtures):
+for command in (demo, generate, describe, inspect, fixtures, bench):
     main.add_command(command)

@@ -122,6 +122,8 @@ class ScheduledBatch:
         step: Running number.
         new: Requests that the runner must take in first.
         chunks: What to compute; each request at most once.
+        scrubbed: Blocks to fill with zeros first: who had them failed or never got to finite logits, so there may be
+            NaN in them, and a masked read of a slot that is not written yet would spread it (0 * NaN is NaN).
         copies: Blocks to copy before the forward.
         encode: Images to encode before the forward.
         preempted: Requests that lost their blocks; each comes back with a `restarted` chunk, or is finished.
@@ -132,6 +134,7 @@ class ScheduledBatch:
     step: int
     new: tuple[NewRequest, ...]
     chunks: tuple[ScheduledChunk, ...]
+    scrubbed: tuple[int, ...]
     copies: tuple[BlockCopy, ...]
     encode: tuple[ImageToEncode, ...]
     preempted: tuple[str, ...]

@@ -114,15 +114,25 @@ class BlockBooks:
             if request.chain.block == block:
                 self.pool.keep(block)
 
-    def release(self, request: Request) -> None:
-        """Take a request's blocks; its tail will be evicted before its head."""
-        self.pool.release(reversed(request.block_table))
+    def release(self, request: Request) -> list[int]:
+        """Take a request's blocks; its tail will be evicted before its head.
+
+        Returns:
+            Those that are free now and may hold NaN: to be filled with zeros before someone else gets them.
+        """
+        table = request.block_table
+        doubtful = () if request.proven else table
+        scrub = [block for block in doubtful if self.pool.refcount(block) == 1 and not self.pool.is_kept(block)]
+        self.pool.release(reversed(table))
         request.block_table = []
         request.num_computed = request.num_registered = 0
         request.chain = None
+        request.proven = False
+        return scrub
 
     def disown(self, request: Request) -> None:
         """What is in the request's blocks is not to be trusted: nobody may find it."""
+        request.proven = False
         for block in request.block_table:
             self._forget(block)
 

@@ -217,9 +217,8 @@ class EngineLoop:
             if self._tickets[answer_id].take(answer_id, token, now):
                 self._finish(answer_id)
         for answer_id, error in output.failed.items():
-            self._scheduler.finish(answer_id, poisoned=True)
             if answer_id in self._tickets:
-                self._fail(self._tickets[answer_id], error)
+                self._fail(self._tickets[answer_id], error, poisoned=True)
 
     def _finish(self, answer_id: str) -> None:
         self._scheduler.finish(answer_id)
@@ -229,12 +228,12 @@ class EngineLoop:
             self._close_ticket(ticket)
             ticket.deliver()
 
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
+    def _fail(self, ticket: Ticket, error: Exception, *, poisoned: bool = False) -> None:
         """End a request without an answer; one that is over already is left alone."""
         if ticket.closed:
             return
         for answer_id in ticket.open_ids:
-            self._scheduler.finish(answer_id)
+            self._scheduler.finish(answer_id, poisoned=poisoned)
             self._tickets.pop(answer_id, None)
         self._stats.failed += 1
         self._close_ticket(ticket)

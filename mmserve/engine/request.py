@@ -61,6 +61,7 @@ class Request:
         held: Position in `images` -> ledger entry, from the step that needs it first until its last row is computed.
         next_image: First image that has rows still to be computed.
         started: Whether the runner knows it.
+        proven: Whether finite logits have come from what is in its blocks; if not, there may be NaN in them.
         chunk_limit: Most tokens of a chunk of its prompt, if it has a limit of its own.
         forks: Ids of further answers, until they have begun.
     """
@@ -84,6 +85,7 @@ class Request:
     held: dict[int, EncodedImage] = field(default_factory=dict)
     next_image: int = 0
     started: bool = False
+    proven: bool = False
     chunk_limit: int | None = None
     forks: tuple[str, ...] = ()
 

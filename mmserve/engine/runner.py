@@ -102,6 +102,7 @@ class ModelRunner:
         output = _Output()
         self._encode(batch.encode, output)
         chunks = [chunk for chunk in batch.chunks if self._has_its_images(chunk, output.failed)]
+        self._scrub_blocks(batch.scrubbed)
         self._copy_blocks(batch.copies)
         for chunk in batch.chunks:
             record = self._records[chunk.request_id]
@@ -132,6 +133,13 @@ class ModelRunner:
 
     def _forget(self, request_id: str) -> None:
         self._tables.give_back(self._records.pop(request_id).row)
+
+    def _scrub_blocks(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            where = torch.tensor(blocks, device=self._device)
+            for cache in self._caches:
+                cache.key.index_fill_(0, where, 0.0)
+                cache.value.index_fill_(0, where, 0.0)
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if not copies:

@@ -79,6 +79,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # the next one last
         self._running: list[Request] = []  # the oldest first
         self._finished: list[str] = []
+        self._scrubbed: list[int] = []
         self._num_steps = 0
         self._blocked_until = 0
 
@@ -182,10 +183,12 @@ class Scheduler:
             seats -= request.num_seats
         self._num_steps += 1
         finished, self._finished = tuple(self._finished), []
+        scrubbed, self._scrubbed = tuple(self._scrubbed), []
         return ScheduledBatch(
             step=self._num_steps,
             new=tuple(step.new),
             chunks=tuple(step.chunks.values()),
+            scrubbed=scrubbed,
             copies=tuple(step.copies.values()),
             encode=tuple(step.images.encode),
             preempted=tuple(step.preempted),
@@ -207,6 +210,7 @@ class Scheduler:
             self.blocks.register(request)
             if request.next_image < len(request.images):
                 self.images.release_computed(request)
+            request.proven |= chunk.samples
             if chunk.forks:
                 self._fork(request, output)
             if chunk.samples:
@@ -324,5 +328,5 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Give up everything a request holds; it is as if it had not started."""
-        self.blocks.release(request)
+        self._scrubbed += self.blocks.release(request)
         self.images.release(request)

@@ -7,8 +7,9 @@ fit. What it would only warn of is an error here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def build_model(
 
     try:
         cls = _model_class(checkpoint, config, trust_remote_code)
-        with ExitStack() as files:
+        with ExitStack() as files, _no_load_report():
             model, info = cls.from_pretrained(
                 None,
                 config=config,
@@ -69,6 +70,21 @@ def build_model(
     _check_names(checkpoint, info)
     _check_values(checkpoint, model)
     return model.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _no_load_report() -> Iterator[None]:
+    """transformers logs a table of what did not fit and goes on; here that is an error, said once, in its own words."""
+    library = logging.getLogger("transformers.modeling_utils")
+
+    def drop(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    library.addFilter(drop)
+    try:
+        yield
+    finally:
+        library.removeFilter(drop)
 
 
 def _model_class(checkpoint: Checkpoint, config: Any, trust_remote_code: bool) -> Any:

@@ -69,7 +69,7 @@ class MockModel:
         forbidden_token_ids: Never sampled.
         broken_images: Keys whose encoding fails.
         short_images: Keys that give one row too few.
-        nan_after: Ids after which the logits are NaN.
+        nan_after: Ids whose keys, values and logits are NaN.
         dies_on: Ids that make the whole forward raise.
         forward_seconds: Time to sleep in each forward.
     """
@@ -144,6 +144,8 @@ class MockModel:
             raise RuntimeError("the mock model was told to die")
         meta = batch.attention
         features = _features(batch)
+        for token_id in self._nan_after:
+            features[batch.token_ids == token_id] = torch.nan
         _write(self._caches[0], meta.slot_mapping, features)
         seen = torch.empty_like(features)
         starts = meta.cu_seqlens_q.tolist()
@@ -159,10 +161,10 @@ class MockModel:
         wanted = batch.logit_indices.tolist()
         rows = []
         for s, (begin, end) in enumerate(pairwise(starts)):
-            if indices := [index for index in wanted if begin <= index < end]:
-                # Key number minus packed index is the same for all tokens of a chunk.
-                shift = meta.key_lens[s] - end
-                rows += self._logits(batch, s, [(index, index + shift) for index in indices])
+            # Key number minus packed index is the same for all tokens of a chunk.
+            shift = meta.key_lens[s] - end
+            if keys := [index + shift for index in wanted if begin <= index < end]:
+                rows += self._logits(batch, s, keys)
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -182,19 +184,20 @@ class MockModel:
         """What the cache holds for sequence `s`, one number a token [L]."""
         cache, length = self._caches[layer], batch.attention.key_lens[s]
         blocks = batch.attention.block_tables[s, : -(-length // cache.block_size)].long()
-        return (cache.value if values else cache.key)[blocks].flatten()[:length]
+        held = (cache.value if values else cache.key)[blocks].flatten()
+        # As attention does, read the rest of the last block and give it no weight: NaN left there would still show.
+        return held[:length] + held[length:].sum() * 0.0
 
-    def _logits(self, batch: PackedBatch, s: int, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Logits [V] at each (packed index, key number) of sequence `s`."""
+    def _logits(self, batch: PackedBatch, s: int, keys: Sequence[int]) -> list[torch.Tensor]:
+        """Logits [V] after each of the tokens `keys` of sequence `s`."""
         states = self._running_sums(1, batch, s)
         done = self._held(2, batch, s) if self._script else None
         ids = torch.arange(self.vocab_size, dtype=torch.float64)
         rows = []
-        for index, key in places:
+        for key in keys:
             logits = ((ids * 48271 + states[key]) * 16807 % PRIME / PRIME * 8).float()
             logits[self._eos_token_id] = -20.0
-            if int(batch.token_ids[index]) in self._nan_after:
-                logits[:] = torch.nan
+            logits += states[key] * 0.0
             if done is not None and done[key] < len(self._script):
                 logits[self._script[int(done[key])]] = 30.0
             rows.append(logits)

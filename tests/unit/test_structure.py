@@ -29,11 +29,12 @@ LEVELS = {
     "mmserve.testing": 6,
     "mmserve.bench": 6,
     "mmserve.demo": 6,
+    "mmserve.inspect": 6,
     "mmserve.cli": 7,
     "mmserve.__main__": 7,
 }
-# The package root names the public face lazily; the pipeline names the demo's folder as its default model.
-ALLOWED = {("mmserve", "mmserve.pipeline"), ("mmserve.pipeline", "mmserve.demo")}
+# The package root names the public face lazily; the assembly names the demo's folder as its default model.
+ALLOWED = {("mmserve", "mmserve.pipeline"), ("mmserve.assembly", "mmserve.demo")}
 
 
 def _modules() -> dict[str, Path]:

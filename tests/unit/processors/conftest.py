@@ -24,9 +24,9 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
 
 @pytest.fixture(scope="session")
 def builders() -> object:
-    """The module `fixtures.processors.builders`."""
+    """The module `fixtures.tiny_processors.builders`."""
     sys.path.insert(0, str(ROOT))
-    from fixtures.processors import builders as module
+    from fixtures.tiny_processors import builders as module
 
     return module
 

@@ -152,6 +152,13 @@ def test_one_image_must_be_in_a_list_too(processor_of: Maker, images: object) ->
         processor_of("llava").process("x", images)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("raw", [True, False])
+def test_text_that_is_no_unicode_is_refused(processor_of: Maker, raw: bool) -> None:
+    with pytest.raises(PromptError, match="encoded"):
+        processor_of("llava").process("a\ud800b", _pictures(1), raw=raw)
+    assert processor_of("llava").process("\0\u200b\U0010ffff", _pictures(1), raw=raw, image_ids=["\ud800"]).images
+
+
 @pytest.mark.parametrize("prompt", [5, None, {"role": "user"}, b"x", [], [1.5], [[1]], ["x"]])
 def test_other_prompts_are_refused(processor_of: Maker, prompt: object) -> None:
     with pytest.raises(PromptError):

@@ -77,6 +77,12 @@ def test_a_prompt_that_begins_with_a_literal_keeps_its_special_tokens() -> None:
     assert encoded.token_ids.count(1) == encoded.token_ids.count(2) == 1
 
 
+def test_a_typed_beginning_token_is_none() -> None:
+    encoded = PromptEncoder(_metaspace()).encode([Segment("literal", "<s>"), _text(" hello")])
+    assert encoded.token_ids[0] == 1
+    assert encoded.token_ids.count(1) == 1
+
+
 def test_touching_images_with_shared_characters_stay_apart() -> None:
     """A token that covers the end of one image's text and the beginning of the next belongs to the first."""
     backend = Tokenizer(models.BPE(vocab={"<unk>": 0, "x": 1, "n": 2, "nn": 3}, merges=[("n", "n")], unk_token="<unk>"))

@@ -74,7 +74,7 @@ def test_several_images_equal_the_processors_own_call(processor_of: Maker, famil
 
 def test_recorded_counts_still_hold(processor_of: Maker) -> None:
     """What each family made of each size when it was recorded: a change of the library shows here."""
-    recorded = json.loads((ROOT / "fixtures/processors/recorded.json").read_text())["families"]
+    recorded = json.loads((ROOT / "fixtures/tiny_processors/recorded.json").read_text())["families"]
     for family in ("idefics3", "qwen2_vl", "gemma3", "llava_next", "mistral3", "internvl"):
         processor = processor_of(family)
         for row in recorded[family]:
@@ -101,6 +101,8 @@ def test_images_are_numbered_where_the_family_numbers_them(processor_of: Maker) 
     texts = [processor.tokenizer.decode(result.token_ids[i.range.offset : i.range.end]) for i in result.images]
     assert texts[0].startswith("<image_id_start>0<image_id_end>")
     assert texts[1] == texts[0].replace(">0<", ">1<")
+    again = processor.process(list(result.token_ids), [noise(60, 60, 5), noise(60, 60, 5)])
+    assert [image.range for image in again.images] == [image.range for image in result.images]
 
 
 def test_what_belongs_to_the_whole_prompt_is_not_an_images(processor_of: Maker) -> None:

@@ -19,8 +19,9 @@ FAMILIES = [
 
 def _model(family: str, overrides: Any, processor: PromptProcessor) -> Any:
     """A tiny model with the processor's vocabulary; random weights."""
-    from fixtures.tiny_models.shrink import tiny_config
     from transformers import AutoModelForImageTextToText
+
+    from fixtures.tiny_models.shrink import tiny_config
 
     config = tiny_config(family, overrides)
     config.get_text_config().vocab_size = len(processor.tokenizer)
@@ -38,7 +39,7 @@ def _rows(features: Any, width: int) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_equal_features(builders: Any, family: str) -> None:
-    from fixtures.processors.matched import matched
+    from fixtures.tiny_processors.matched import matched
 
     recipe, overrides = matched(family)
     processor = PromptProcessor.from_processor(builders.build(family, recipe))

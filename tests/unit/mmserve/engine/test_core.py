@@ -51,11 +51,12 @@ def ask(engine: Engine, prompt: ProcessedPrompt, **options: Any) -> GenerationOu
 
 
 def settle(engine: Engine) -> None:
-    """Wait until the engine has nothing to do, and check that it holds nothing."""
+    """Wait until the engine has nothing to do, end it, and check that it held nothing."""
     deadline = time.monotonic() + WAIT
     while any(engine.stats()[name] for name in ("running", "waiting")) or engine._runner.num_requests:
         assert time.monotonic() < deadline
         time.sleep(0.001)
+    engine.close()  # its thread has ended, so nothing changes while we look
     engine.check_integrity()
     assert engine.stats()["blocks_held"] == 0
     assert engine._scheduler.images.ledger.held_bytes == 0

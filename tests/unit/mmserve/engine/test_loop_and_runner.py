@@ -20,7 +20,7 @@ from mmserve.engine.loop import EngineLoop
 from mmserve.engine.random import derive_seed
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import Scheduler
-from mmserve.errors import EngineDeadError, InputError, InvalidRequestError, RequestAborted
+from mmserve.errors import EngineDeadError, InputError, InvalidRequestError, ModelOutputError, RequestAborted
 from mmserve.model.interface import ImageRows, PackedBatch
 from mmserve.testing import ByteTokenizer, MockModel, mock_image, mock_prompt
 from mmserve.types import SamplingParams
@@ -162,6 +162,23 @@ def test_leaving_an_async_stream_early_aborts() -> None:
 
         with pytest.raises(RequestAborted):
             asyncio.run(first_delta()).result(WAIT)
+    finally:
+        engine.close()
+
+
+def test_nan_of_a_failed_request_does_not_reach_who_gets_its_blocks() -> None:
+    engine = make(MockModel(nan_after={90}), num_blocks=3, block_size=8)
+    try:
+        good = mock_prompt([65] * 10)
+        expected = engine.submit(good, SamplingParams(max_tokens=4)).result(WAIT).token_ids
+        for _ in range(3):
+            with pytest.raises(ModelOutputError):
+                engine.submit(mock_prompt([90] * 20), SamplingParams(max_tokens=1)).result(WAIT)
+            # All three answers get to id 90, each in a block of its own.
+            biased = SamplingParams(max_tokens=9, n=3, logit_bias={90: 99.0})
+            with pytest.raises(ModelOutputError):
+                engine.submit(mock_prompt([65] * 3), biased).result(WAIT)
+            assert engine.submit(good, SamplingParams(max_tokens=4)).result(WAIT).token_ids == expected
     finally:
         engine.close()
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+import mmserve.testing
 from mmserve.config import EngineConfig
 from mmserve.engine.core import Engine
 from mmserve.model.interface import Model
@@ -48,6 +52,14 @@ def test_a_prompt_marks_its_images() -> None:
     assert prompt.token_ids == (65, 258, 258, 258, 65, 65)
     assert prompt.num_image_tokens == 3
     assert prompt.images[0].range.embed_positions() == (1, 3)
+
+
+def test_the_package_is_light_until_it_is_used() -> None:
+    code = "import sys, mmserve.testing; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert mmserve.testing.MockModel is MockModel
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = mmserve.testing.Nothing
 
 
 def test_the_mock_fills_the_seam() -> None:

@@ -1,0 +1,72 @@
+"""`mmserve bench compare | attention | processors | scheduler`: each prints a table and ends in one line of JSON."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import click
+
+__all__ = ["bench"]
+
+_SHAPE = "smolvlm-256m"
+_MODEL = click.option("--model", type=click.Path(path_type=Path), default=None, metavar="DIR", help="Model folder.")
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+@click.group()
+def bench() -> None:
+    """Measure this machine: against transformers, backend against backend, and the engine's own cost."""
+
+
+@bench.command()
+@_MODEL
+@click.option("--shape", default=_SHAPE, show_default=True, help="Without --model: random weights in this shape.")
+@click.option("--dtype", default="auto", show_default=True)
+@click.option("--only", multiple=True, help="Name of one figure; repeat for several. Default: all.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs of a figure; the best counts."
+)
+@click.option("--plot", type=click.Path(path_type=Path), default=None, help="Save a PNG of the ratios here.")
+def compare(model: Path | None, shape: str, dtype: str, only: tuple[str, ...], repeats: int, plot: Path | None) -> None:
+    """This engine against transformers' generate(), same model, same tokens, in one run."""
+    from mmserve.bench.compare import Workload, render, run
+    from mmserve.bench.shapes import build_shape
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model if model is not None else build_shape(shape, Path(scratch) / shape)
+        result = run(folder, dtype=dtype, workload=Workload(repeats=repeats), only=only, say=_say)
+    click.echo(render(result, plot))
+
+
+@bench.command()
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+def attention(device: str) -> None:
+    """Every attention backend and mask against float64, then timed against SDPA and the memory bandwidth."""
+    from mmserve.bench.attention import render, run
+
+    click.echo(render(run(device, say=_say)))
+
+
+@bench.command()
+@_MODEL
+@click.option("--images", type=click.IntRange(1), default=16, show_default=True)
+def processors(model: Path | None, images: int) -> None:
+    """Pictures per second of the processor layer against the bare Hugging Face processor."""
+    from mmserve.bench.processors import render, run
+    from mmserve.demo import demo_model_folder
+
+    click.echo(render(run(model or demo_model_folder(), num_images=images)))
+
+
+@bench.command()
+@click.option("--sequences", type=click.IntRange(1), default=256, show_default=True)
+def scheduler(sequences: int) -> None:
+    """Host time of a step apart from the model, and of the block pool."""
+    from mmserve.bench.report import json_line
+    from mmserve.bench.scheduler import run
+
+    click.echo(json_line(run(num_seqs=sequences)))
