@@ -60,13 +60,14 @@ def assemble(
         block_size=config.block_size,
         trust_remote_code=trust_remote_code,
     )
+    about = model.describe()
     engine = Engine(
         model,
         processor.tokenizer,
         config,
-        identity=str(folder),
+        identity=f"{folder.resolve()} as {about['dtype']}",
         generation_config=load_generation_config(folder, trust_remote_code=trust_remote_code),
-        device=model.describe()["device"],
+        device=about["device"],
     )
     return Parts(folder, processor, model, engine)
 

@@ -49,7 +49,7 @@ def test_cold_and_hot_together_as_each_alone(name: str, tmp_path: Path) -> None:
         for _ in range(2):
             handles = [engine.submit(prompt, sampling) for prompt in case.prompts]
             for handle, answer in zip(handles, expected, strict=True):
-                output = handle.result(120)
+                output = handle.result(600)
                 # generate() may say a placeholder's id, which is never sampled here: equal up to there.
                 forbidden = [i for i, token in enumerate(answer.token_ids) if token in case.model.forbidden_token_ids]
                 count = min(forbidden, default=NEW_TOKENS)

@@ -193,7 +193,8 @@ static inline void soften(float* scores, T* weights, int64_t begin, int64_t end,
   const F minus = f_set(-new_top), factor = f_set(to_exponent);
   F total = f_set(0.0f);
   for (int64_t i = 0; i < width; i += W) {
-    const F weight = f_exp2(f_fma(f_load(scores + i), factor, minus));
+    const F exponent = f_fma(f_load(scores + i), factor, minus);
+    const F weight = sizeof(T) == 2 ? f_exp2_coarse(exponent) : f_exp2(exponent);
     total = f_add(total, weight);
     e_store(weights + i, weight);
   }

@@ -33,7 +33,18 @@ static inline void linear_tile(const LinearArgs& args, int64_t n0, int64_t row0)
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const char* at = weight + r * weight_row + 4 * u;
+#ifndef PF
+#define PF 1
+#endif
+#if PF == 1
       __builtin_prefetch(at + R * weight_row);
+#elif PF == 2
+      __builtin_prefetch(at + R * weight_row, 0, 2);
+#elif PF == 3
+      __builtin_prefetch(at + R * weight_row, 0, 0);
+#elif PF == 4
+      __builtin_prefetch(at + 2 * R * weight_row);
+#endif
       const U w = u_load(at);
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) acc[r * M + m] = madd<T>(acc[r * M + m], w, row[m]);

@@ -206,4 +206,4 @@ def test_a_model_without_a_template_takes_prompts_raw(tmp_path: Path) -> None:
         prompt = bare.prepare((STAR, "Where?"))
         assert prompt.images[0].range.offset <= 1
         assert "raw" in str(bare.describe()["processor"]["chat_template"])
-        assert bare.generate(STAR, "Where?", max_tokens=3).usage.completion_tokens == 3
+        assert bare.generate(STAR, "Where?", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3

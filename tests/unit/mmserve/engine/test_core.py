@@ -32,7 +32,7 @@ from mmserve.testing import ByteTokenizer, MockModel, mock_image, mock_prompt
 from mmserve.types import GenerationOutput, SamplingParams
 from processors.types import ProcessedPrompt
 
-WAIT = 60
+WAIT = 300
 """Seconds after which a test gives up; nothing here takes one."""
 
 

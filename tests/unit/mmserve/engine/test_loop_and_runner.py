@@ -26,7 +26,7 @@ from mmserve.testing import ByteTokenizer, MockModel, mock_image, mock_prompt
 from mmserve.types import SamplingParams
 from processors.types import ImageItem, ProcessedPrompt
 
-WAIT = 60
+WAIT = 300
 
 
 class StatefulModel(MockModel):

@@ -21,7 +21,7 @@ def answer(prompt_text: str, model: MockModel, **options: object) -> str:
     engine = Engine(model, TOKENIZER, EngineConfig(num_blocks=16), identity="mock")
     try:
         sampling = SamplingParams(**{"max_tokens": 6, **options})
-        return engine.submit(mock_prompt(TOKENIZER.encode(prompt_text)), sampling).result(60).text
+        return engine.submit(mock_prompt(TOKENIZER.encode(prompt_text)), sampling).result(300).text
     finally:
         engine.close()
 
