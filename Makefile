@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-STAMPS := .stamps
+STAMPS := $(VENV)/.stamps
 
 .PHONY: demo test lint types check-tests install clean help
 
@@ -10,7 +10,7 @@ help:
 	@echo "make demo   create $(VENV), install, ask the demo model about a few pictures"
 	@echo "make test   install what tests need; run lint, types and all tests"
 	@echo "make lint | types | check-tests   one part of make test"
-	@echo "make clean  remove $(VENV) and everything built"
+	@echo "make clean  remove $(VENV) and everything that was made in this folder"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -42,4 +42,4 @@ check-tests: $(STAMPS)/dev
 test: lint types check-tests
 
 clean:
-	rm -rf $(VENV) $(STAMPS) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmserve.config import EngineConfig
-from mmserve.errors import InputError, UnsupportedModelError
+from mmserve.errors import ConfigError, InputError, UnsupportedModelError
 from mmserve.requests import image_inputs, plain_messages
 from processors.errors import ProcessorError, UnsupportedProcessorError
 
@@ -72,19 +72,22 @@ def assemble(
     return Parts(folder, processor, model, engine)
 
 
-def resolve_folder(model: str | Path | None, revision: str | None = None) -> Path:
-    """The local folder of a model; None: the demo model's.
+def resolve_folder(model: str | Path | None, revision: str | None = None, *, trust_remote_code: bool = False) -> Path:
+    """The local folder of a model; None: the demo model's. `trust_remote_code`: fetch a hub model's Python files too.
 
     Raises:
+        ConfigError: `revision` is given for something that is not a hub id.
         ModelNotFoundError: There is no such folder, or the hub does not give it.
     """
     if model is None:
         from mmserve.demo import demo_model_folder
 
+        if revision is not None:
+            raise ConfigError(f"revision {revision!r} is for a hub id, and no model is named: the demo model has none")
         return demo_model_folder()
     from mmserve.model.source import resolve_model_folder
 
-    return resolve_model_folder(model, revision)
+    return resolve_model_folder(model, revision, trust_remote_code=trust_remote_code)
 
 
 def load_processor(folder: Path, config: EngineConfig, *, trust_remote_code: bool = False) -> PromptProcessor:
@@ -96,11 +99,12 @@ def load_processor(folder: Path, config: EngineConfig, *, trust_remote_code: boo
     from processors import MediaOptions, PromptProcessor
 
     media = MediaOptions(
-        max_pixels=config.max_image_pixels,
-        max_bytes=config.max_image_bytes,
-        background=config.alpha_background,
-        allow_private_addresses=config.allow_private_urls,
-        file_root=None if config.allowed_media_root is None else str(config.allowed_media_root),
+        max_image_pixels=config.max_image_pixels,
+        max_image_bytes=config.max_image_bytes,
+        alpha_background=config.alpha_background,
+        allow_private_urls=config.allow_private_urls,
+        allowed_media_root=None if config.allowed_media_root is None else str(config.allowed_media_root),
+        url_timeout=config.url_timeout,
     )
     try:
         return PromptProcessor.from_pretrained(

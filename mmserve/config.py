@@ -39,12 +39,20 @@ class EngineConfig(Schema):
         default=True, description="Reuse keys and values of a prompt's known beginning."
     )
     encoder_cache_memory: int = Field(
-        default=GiB // 4, ge=0, description="Bytes of image rows kept for a later request."
+        default=GiB // 4,
+        ge=0,
+        description="Bytes of image rows, those that running requests hold and those kept for a later request.",
     )
     max_queue: int = Field(
         default=1024, ge=1, description="Most requests waiting; one more is refused with Overloaded."
     )
-    preprocess_threads: int = Field(default=2, ge=1, le=64, description="Threads that read and process images.")
+    preprocess_threads: int = Field(
+        default=2,
+        ge=1,
+        le=64,
+        description="Threads that prepare prompts; and as many again, shared by them, for the images of prompts that "
+        "have several.",
+    )
     processor_cache_memory: int = Field(
         default=GiB // 4, ge=0, description="Bytes of processed images kept, so that one seen before is not processed."
     )
@@ -61,6 +69,9 @@ class EngineConfig(Schema):
     )
     allowed_media_root: Path | None = Field(
         default=None, description="If set, image files are read only from inside this folder."
+    )
+    url_timeout: float = Field(
+        default=30.0, gt=0, allow_inf_nan=False, description="Seconds for the whole download of an image."
     )
     progress: Literal["auto", "on", "off"] = Field(
         default="auto",

@@ -10,7 +10,7 @@
     ├── RequestError                this request is at fault or has failed; the pipeline goes on
     │   ├── InvalidRequestError     a field is unknown or out of range (also a ValueError)
     │   ├── InputError              an image or prompt can not be processed (`__cause__`: the `processors` error)
-    │   ├── CapacityError           it can never fit: too long, or an image over a budget; says the numbers
+    │   ├── CapacityError           it can never fit; says the numbers
     │   ├── Overloaded              the queue is full; try again later
     │   ├── DeadlineExceeded        it did not finish in its time
     │   ├── RequestAborted          it was aborted

@@ -7,13 +7,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmserve.assembly import assemble, process_request, resolve_folder
 from mmserve.config import EngineConfig
-from mmserve.errors import InvalidRequestError, MMServeError, PipelineClosedError
+from mmserve.errors import DeadlineExceeded, InvalidRequestError, MMServeError, PipelineClosedError
 from mmserve.requests import (
     Images,
     RequestLike,
@@ -68,7 +69,7 @@ class MMPipeline:
     ) -> None:
         self._config = EngineConfig(**options)
         parts = assemble(
-            resolve_folder(model, revision),
+            resolve_folder(model, revision, trust_remote_code=trust_remote_code),
             self._config,
             dtype=dtype,
             device=device,
@@ -164,10 +165,11 @@ class MMPipeline:
         priority: int = 0,
         timeout: float | None = None,
         **sampling_options: Any,
-    ) -> Iterator[StreamDelta]:
+    ) -> DeltaStream:
         """As `generate`, yielding text as it comes; the deltas add up to the text, the last one has the output.
 
-        The request starts with this call, not with the first delta. Leaving the loop early aborts it.
+        The request starts with this call, not with the first delta. Closing the stream, or letting go of it,
+        aborts the request.
         """
         request = build_request(
             image,
@@ -179,22 +181,25 @@ class MMPipeline:
             timeout=timeout,
             sampling_options=sampling_options,
         )
-        return iter(self._begin(request).result())
+        return DeltaStream(self._start(request))
 
     async def agenerate(
         self, image: Images | GenerationRequest, prompt: str | None = None, **options: Any
     ) -> GenerationOutput:
         """As `generate`, with the same options, awaited. Cancelling the task aborts the request."""
-        handle = await asyncio.wrap_future(self._begin(_request_of(image, prompt, options)))
+        handle = await self._astart(_request_of(image, prompt, options))
         return await handle.aresult()
 
     async def astream(
         self, image: Images | GenerationRequest, prompt: str | None = None, **options: Any
     ) -> AsyncIterator[StreamDelta]:
         """As `stream`, with the same options, for `async for`. The request starts with the first step of the loop."""
-        handle = await asyncio.wrap_future(self._begin(_request_of(image, prompt, options)))
-        async for delta in handle:
-            yield delta
+        handle = await self._astart(_request_of(image, prompt, options))
+        try:
+            async for delta in handle:
+                yield delta
+        finally:
+            handle.abort()
 
     def generate_batch(
         self,
@@ -203,11 +208,14 @@ class MMPipeline:
         on_error: Literal["raise", "return"] = "raise",
         progress: bool | None = None,
     ) -> list[GenerationOutput | MMServeError]:
-        """Answer many requests, as many at once as fit; results in the order of the requests.
+        """Answer many requests, many at once; results in the order of the requests.
+
+        Requests begin in order, at most twice `max_num_seqs` of them ahead of the oldest that is not answered.
 
         Args:
             requests: Requests, mappings of their fields, or (image, prompt) pairs.
-            on_error: "raise" aborts the rest at the first error; "return" puts the error in its place.
+            on_error: "raise" aborts the rest at the first error, in the order of the requests; "return" puts the
+                error in its request's place.
             progress: Show a progress bar; None: as the pipeline's `progress` option says.
         """
         if on_error not in ("raise", "return"):
@@ -223,7 +231,8 @@ class MMPipeline:
                 while len(results) < len(waiting):
                     while len(inflight) < window and len(results) + len(inflight) < len(waiting):
                         inflight.append(self._begin_like(waiting[len(results) + len(inflight)]))
-                    results.append(_outcome(inflight.popleft(), on_error))
+                    results.append(_outcome(inflight[0], on_error))
+                    inflight.popleft()
                     bar.update()
             except BaseException:
                 for begun in inflight:
@@ -263,7 +272,7 @@ class MMPipeline:
         if self._closed:
             return
         self._closed = True
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown(wait=False)  # what is in line there finds the pipeline closed, and says so
         self._engine.close()
         self._workers.shutdown(wait=True)
         self._processor.close()
@@ -279,11 +288,35 @@ class MMPipeline:
     # -- inside ---------------------------------------------------------------------------------
 
     def _run(self, request: GenerationRequest) -> GenerationOutput:
-        handle = self._begin(request).result()
+        handle = self._start(request)
         try:
             return handle.result()
         except BaseException:
             handle.abort()  # Ctrl-C while waiting: the engine must not go on for nobody
+            raise
+
+    def _start(self, request: GenerationRequest) -> RequestHandle:
+        """Wait until the request is with the engine."""
+        begun = self._begin(request)
+        try:
+            return begun.result(request.timeout)
+        except FutureTimeout:
+            _give_up(begun)
+            raise _too_late(request) from None
+        except BaseException:
+            _give_up(begun)
+            raise
+
+    async def _astart(self, request: GenerationRequest) -> RequestHandle:
+        """As `_start`, awaited."""
+        begun = self._begin(request)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(begun), request.timeout)
+        except asyncio.TimeoutError:
+            _give_up(begun)
+            raise _too_late(request) from None
+        except BaseException:
+            _give_up(begun)
             raise
 
     def _begin_like(self, value: RequestLike) -> Future[RequestHandle]:
@@ -298,12 +331,23 @@ class MMPipeline:
     def _begin(self, request: GenerationRequest) -> Future[RequestHandle]:
         """Process the request on a worker thread and hand it to the engine."""
         self._check_open()
-        return self._workers.submit(self._prepare_and_submit, request, time.monotonic())
+        try:
+            return self._workers.submit(self._prepare_and_submit, request, time.monotonic())
+        except RuntimeError:  # closed between the check and here
+            self._check_open()
+            raise
 
     def _prepare_and_submit(self, request: GenerationRequest, arrival: float) -> RequestHandle:
+        self._check_open()
+        began = time.monotonic()
         prompt = process_request(self._processor, request)
         return self._engine.submit(
-            prompt, request.sampling, priority=request.priority, timeout=request.timeout, arrival=arrival
+            prompt,
+            request.sampling,
+            priority=request.priority,
+            timeout=request.timeout,
+            arrival=arrival,
+            preprocess=time.monotonic() - began,
         )
 
     def _progress_bar(self, total: int, wanted: bool | None) -> Any:
@@ -316,6 +360,28 @@ class MMPipeline:
     def _check_open(self) -> None:
         if self._closed:
             raise PipelineClosedError("this pipeline was closed: make a new one")
+
+
+class DeltaStream(Iterator[StreamDelta]):
+    """The deltas of one request. Closing it, or letting go of it, aborts the request."""
+
+    def __init__(self, handle: RequestHandle) -> None:
+        self._handle = handle
+        self._deltas = iter(handle)
+
+    def __next__(self) -> StreamDelta:
+        return next(self._deltas)
+
+    def close(self) -> None:
+        """Abort the request, unless it is done."""
+        self._handle.abort()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _too_late(request: GenerationRequest) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the request was still being processed after its timeout of {request.timeout} s")
 
 
 def _request_of(image: Images | GenerationRequest, prompt: str | None, options: dict[str, Any]) -> GenerationRequest:

@@ -27,7 +27,7 @@ def as_request(value: RequestLike) -> GenerationRequest:
     if isinstance(value, GenerationRequest):
         return value
     if isinstance(value, Mapping):
-        return GenerationRequest(**value)
+        return GenerationRequest.model_validate(dict(value))
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
         return GenerationRequest(images=value[0], prompt=value[1])
     raise InvalidRequestError(
@@ -62,7 +62,7 @@ def build_request(
         images=image,
         raw=raw,
         sampling=_sampling(sampling, sampling_options),
-        processor_options=dict(processor_options or {}),
+        processor_options=_or_empty(processor_options),
         priority=priority,
         timeout=timeout,
     )
@@ -82,14 +82,15 @@ def chat_request(
     Raises:
         InvalidRequestError: A field is unknown or out of range.
     """
-    fields: dict[str, Any] = {"messages": tuple(messages)}
+    fields: dict[str, Any] = {"messages": messages, "processor_options": _or_empty(processor_options)}
     return GenerationRequest(
-        **fields,
-        sampling=_sampling(sampling, sampling_options),
-        processor_options=dict(processor_options or {}),
-        priority=priority,
-        timeout=timeout,
+        **fields, sampling=_sampling(sampling, sampling_options), priority=priority, timeout=timeout
     )
+
+
+def _or_empty(options: Mapping[str, Any] | None) -> Any:
+    """What is no mapping is passed on as it is, for the type's own check to refuse."""
+    return {} if options is None else options
 
 
 def _sampling(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

@@ -19,26 +19,28 @@ _SPACES = re.compile(rb"[\s]+")
 _BASE64 = re.compile(rb"[A-Za-z0-9+/]*")
 
 
-def decode_data_url(url: str, max_bytes: int) -> bytes:
+def decode_data_url(url: str, max_image_bytes: int) -> bytes:
     """The bytes that `url` carries.
 
     Raises:
-        MediaError: Not a data URL, damaged base64, no data, or more than `max_bytes`.
+        MediaError: Not a data URL, damaged base64, no data, or more than `max_image_bytes`.
     """
     head, comma, payload = url.partition(",")
     if not head.lower().startswith("data:") or not comma:
         raise MediaError(f"a data URL needs the form data:image/png;base64,... with a comma, not {shorten(url, 60)}")
-    if len(payload) > 4 * max_bytes + 1024:
+    if len(payload) > 4 * max_image_bytes + 1024:
         # Even percent-encoded base64 takes no more than four characters a byte: refuse before copying it.
-        raise MediaError(f"the data URL is over the limit of {max_bytes} bytes (max_bytes)")
+        raise MediaError(f"the data URL is over the limit of {max_image_bytes} bytes (max_image_bytes)")
     data = unquote_to_bytes(payload)
     parameters = [part.strip().lower() for part in head.split(";")[1:]]
     if "base64" in parameters:
         data = _decode_base64(data)
     if not data:
         raise MediaError("the data URL carries no data")
-    if len(data) > max_bytes:
-        raise MediaError(f"the data URL carries {len(data)} bytes, over the limit of {max_bytes} (max_bytes)")
+    if len(data) > max_image_bytes:
+        raise MediaError(
+            f"the data URL carries {len(data)} bytes, over the limit of {max_image_bytes} (max_image_bytes)"
+        )
     return data
 
 

@@ -45,11 +45,11 @@ def broken() -> tuple[type[Exception], ...]:
     return (OSError, EOFError, RuntimeError, AssertionError, Warning, Image.DecompressionBombError, *parsing)
 
 
-def decode_image(data: bytes, background: tuple[int, int, int], max_pixels: int, name: str) -> Image.Image:
+def decode_image(data: bytes, background: tuple[int, int, int], max_image_pixels: int, name: str) -> Image.Image:
     """Decode `data` completely. `name` says in error messages what was decoded.
 
     Raises:
-        MediaError: Empty, no image, damaged, cut off, or more than `max_pixels`.
+        MediaError: Empty, no image, damaged, cut off, or more than `max_image_pixels`.
     """
     from PIL import Image
 
@@ -67,18 +67,18 @@ def decode_image(data: bytes, background: tuple[int, int, int], max_pixels: int,
         raise MediaError(f"{name} is no image of a known format (it starts with {shorten(data[:16])})") from error
     except broken() as error:
         raise MediaError(f"{name} is damaged: {shorten(str(error))}") from error
-    return upright_rgb(image, background, max_pixels, name)
+    return upright_rgb(image, background, max_image_pixels, name)
 
 
-def upright_rgb(image: Image.Image, background: tuple[int, int, int], max_pixels: int, name: str) -> Image.Image:
+def upright_rgb(image: Image.Image, background: tuple[int, int, int], max_image_pixels: int, name: str) -> Image.Image:
     """The picture with its orientation applied once and its alpha composited on `background`, in RGB.
 
     `image` is used up: what is upright RGB already is not copied.
 
     Raises:
-        MediaError: Over `max_pixels`, no pixels, damaged, or a mode without a known meaning.
+        MediaError: Over `max_image_pixels`, no pixels, damaged, or a mode without a known meaning.
     """
-    check_size(image, max_pixels, name)
+    check_size(image, max_image_pixels, name)
     try:
         image.load()
         picture = _to_rgb(_upright(image), background, name)
@@ -88,14 +88,14 @@ def upright_rgb(image: Image.Image, background: tuple[int, int, int], max_pixels
     return picture
 
 
-def check_size(image: Image.Image, max_pixels: int, name: str) -> None:
-    """Raises MediaError for a picture without pixels, or with more than `max_pixels`; nothing is decoded."""
+def check_size(image: Image.Image, max_image_pixels: int, name: str) -> None:
+    """Raises MediaError for a picture without pixels, or with more than `max_image_pixels`; nothing is decoded."""
     if image.width < 1 or image.height < 1:
         raise MediaError(f"{name} has no pixels ({image.width}x{image.height})")
-    if image.width * image.height > max_pixels:
+    if image.width * image.height > max_image_pixels:
         raise MediaError(
             f"{name} is {image.width}x{image.height}, {image.width * image.height} pixels, "
-            f"over the limit of {max_pixels} (max_pixels)"
+            f"over the limit of {max_image_pixels} (max_image_pixels)"
         )
 
 

@@ -60,13 +60,13 @@ def fetch_url(url: str, options: MediaOptions) -> bytes:
     for _ in range(options.max_redirects + 1):
         target = _parse(current)
         addresses = _resolve(target, deadline)
-        refused = [a for a in addresses if not (options.allow_private_addresses or is_public(a))]
+        refused = [a for a in addresses if not (options.allow_private_urls or is_public(a))]
         if refused:
             raise MediaFetchError(
                 f"{shorten(current)} is refused: {shorten(target.host, 60)} leads to {refused[0]}, which is not a "
-                "public address (allow_private_addresses)"
+                "public address (allow_private_urls)"
             )
-        location, body = _get(target, addresses, options.max_bytes, deadline)
+        location, body = _get(target, addresses, options.max_image_bytes, deadline)
         if location is None:
             return body
         current = urljoin(current, location)
@@ -137,7 +137,7 @@ def _resolve(target: _Target, deadline: float) -> list[str]:
     return answer
 
 
-def _get(target: _Target, addresses: list[str], max_bytes: int, deadline: float) -> tuple[str | None, bytes]:
+def _get(target: _Target, addresses: list[str], max_image_bytes: int, deadline: float) -> tuple[str | None, bytes]:
     """(where a redirect leads, nothing) or (None, the body)."""
     with _Guarded(target, addresses, deadline) as connection:
         try:
@@ -154,23 +154,25 @@ def _get(target: _Target, addresses: list[str], max_bytes: int, deadline: float)
                 )
             if response.getheader("Content-Encoding", "identity").lower() != "identity":
                 raise MediaFetchError(f"{shorten(target.url)} is compressed on the way, which was not asked for")
-            return None, _body(response, target, max_bytes, deadline)
+            return None, _body(response, target, max_image_bytes, deadline)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if time.monotonic() >= deadline:
                 raise _late(target) from error
             raise MediaFetchError(f"{shorten(target.url)} can not be fetched: {_reason(error)}") from error
 
 
-def _body(response: http.client.HTTPResponse, target: _Target, max_bytes: int, deadline: float) -> bytes:
+def _body(response: http.client.HTTPResponse, target: _Target, max_image_bytes: int, deadline: float) -> bytes:
     announced = response.getheader("Content-Length")
-    if announced is not None and announced.strip().isdigit() and int(announced) > max_bytes:
-        raise MediaFetchError(f"{shorten(target.url)} has {int(announced)} bytes, over {max_bytes} (max_bytes)")
+    if announced is not None and announced.strip().isdigit() and int(announced) > max_image_bytes:
+        raise MediaFetchError(
+            f"{shorten(target.url)} has {int(announced)} bytes, over {max_image_bytes} (max_image_bytes)"
+        )
     pieces: list[bytes] = []
     total = 0
     while piece := response.read1(_PIECE):
         total += len(piece)
-        if total > max_bytes:
-            raise MediaFetchError(f"{shorten(target.url)} has more than {max_bytes} bytes (max_bytes)")
+        if total > max_image_bytes:
+            raise MediaFetchError(f"{shorten(target.url)} has more than {max_image_bytes} bytes (max_image_bytes)")
         if time.monotonic() >= deadline:
             raise _late(target)
         pieces.append(piece)

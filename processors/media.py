@@ -36,36 +36,36 @@ class MediaOptions:
     """Limits and choices for reading images.
 
     Attributes:
-        max_pixels: Most pixels (width x height) an image may have; read from the header, before decoding. The default
+        max_image_pixels: Most pixels (width x height) an image may have; read from the header, before decoding. The default
             is where Pillow begins to warn; beyond twice that, Pillow's own `Image.MAX_IMAGE_PIXELS` refuses too.
-        max_bytes: Most bytes an encoded image may have: a file, a data URL's payload, a download.
-        background: RGB colour that transparent pixels are composited on.
+        max_image_bytes: Most bytes an encoded image may have: a file, a data URL's payload, a download.
+        alpha_background: RGB colour that transparent pixels are composited on.
         allow_files: Whether a bare string or path may name a local file.
-        file_root: If set, local files must lie below this folder (symbolic links resolved).
+        allowed_media_root: If set, local files must lie below this folder (symbolic links resolved).
         allow_urls: Whether http(s) URLs may be fetched.
-        allow_private_addresses: Whether URLs may lead to private, loopback or otherwise non-public addresses.
+        allow_private_urls: Whether URLs may lead to private, loopback or otherwise non-public addresses.
         url_timeout: Seconds for a whole download, redirects included.
         max_redirects: Redirects followed; each target is checked like the first address.
     """
 
-    max_pixels: int = 89_478_485
-    max_bytes: int = 64 * 1024 * 1024
-    background: tuple[int, int, int] = (255, 255, 255)
+    max_image_pixels: int = 89_478_485
+    max_image_bytes: int = 64 * 1024 * 1024
+    alpha_background: tuple[int, int, int] = (255, 255, 255)
     allow_files: bool = True
-    file_root: str | None = None
+    allowed_media_root: str | None = None
     allow_urls: bool = True
-    allow_private_addresses: bool = False
+    allow_private_urls: bool = False
     url_timeout: float = 30.0
     max_redirects: int = 5
 
     def __post_init__(self) -> None:
-        for name in ("max_pixels", "max_bytes", "url_timeout"):
+        for name in ("max_image_pixels", "max_image_bytes", "url_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.max_redirects < 0:
             raise ValueError(f"max_redirects must not be negative, not {self.max_redirects}")
-        if len(self.background) != 3 or not all(0 <= value <= 255 for value in self.background):
-            raise ValueError(f"background must be three numbers of 0..255, not {self.background}")
+        if len(self.alpha_background) != 3 or not all(0 <= value <= 255 for value in self.alpha_background):
+            raise ValueError(f"alpha_background must be three numbers of 0..255, not {self.alpha_background}")
 
 
 def load_image(source: ImageSource, options: MediaOptions = MediaOptions()) -> Image.Image:
@@ -78,14 +78,14 @@ def load_image(source: ImageSource, options: MediaOptions = MediaOptions()) -> I
     from PIL import Image
 
     if isinstance(source, Image.Image):
-        check_size(source, options.max_pixels, "the PIL image")
-        return upright_rgb(_own_copy(source), options.background, options.max_pixels, "the PIL image")
+        check_size(source, options.max_image_pixels, "the PIL image")
+        return upright_rgb(_own_copy(source), options.alpha_background, options.max_image_pixels, "the PIL image")
     if is_array(source):
-        return upright_rgb(picture_from_array(source), options.background, options.max_pixels, "the array")
+        return upright_rgb(picture_from_array(source), options.alpha_background, options.max_image_pixels, "the array")
     data, name = _read_bytes(source, options)
-    if len(data) > options.max_bytes:
-        raise MediaError(f"{name} has {len(data)} bytes, over the limit of {options.max_bytes} (max_bytes)")
-    return decode_image(data, options.background, options.max_pixels, name)
+    if len(data) > options.max_image_bytes:
+        raise MediaError(f"{name} has {len(data)} bytes, over the limit of {options.max_image_bytes} (max_image_bytes)")
+    return decode_image(data, options.alpha_background, options.max_image_pixels, name)
 
 
 def _own_copy(image: Image.Image) -> Image.Image:
@@ -105,7 +105,7 @@ def _read_bytes(source: object, options: MediaOptions) -> tuple[bytes, str]:
         if scheme.startswith("data:"):
             from processors.dataurl import decode_data_url
 
-            return decode_data_url(source, options.max_bytes), "the image of the data URL"
+            return decode_data_url(source, options.max_image_bytes), "the image of the data URL"
         if scheme.startswith(("http://", "https://")):
             from processors.fetch import fetch_url
 
@@ -128,15 +128,17 @@ def _read_file(name: str, options: MediaOptions) -> tuple[bytes, str]:
     if not name:
         raise MediaError("an empty string names no image")
     try:
-        path = Path(name).resolve() if options.file_root is not None else Path(name)
-        if options.file_root is not None and not path.is_relative_to(Path(options.file_root).resolve()):
-            raise MediaError(f"{shown} is refused: it lies outside the allowed folder (file_root)")
+        path = Path(name).resolve() if options.allowed_media_root is not None else Path(name)
+        if options.allowed_media_root is not None and not path.is_relative_to(
+            Path(options.allowed_media_root).resolve()
+        ):
+            raise MediaError(f"{shown} is refused: it lies outside the allowed folder (allowed_media_root)")
         if not path.exists():
             raise MediaError(f"{shown} does not exist")
         if not path.is_file():
             raise MediaError(f"{shown} is no regular file")
         with path.open("rb") as stream:
-            return stream.read(options.max_bytes + 1), shown
+            return stream.read(options.max_image_bytes + 1), shown
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
         raise MediaError(f"{shown} can not be read: {reason}") from error
@@ -148,7 +150,7 @@ def _read_stream(stream: object, options: MediaOptions) -> tuple[bytes, str]:
     try:
         if callable(getattr(stream, "seekable", None)) and stream.seekable():  # type: ignore[attr-defined]
             stream.seek(0)  # type: ignore[attr-defined]
-        data = stream.read(options.max_bytes + 1)  # type: ignore[attr-defined]
+        data = stream.read(options.max_image_bytes + 1)  # type: ignore[attr-defined]
     except (OSError, ValueError) as error:
         raise MediaError(f"{shown} can not be read: {shorten(str(error))}") from error
     if not isinstance(data, bytes):

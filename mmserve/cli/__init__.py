@@ -1,4 +1,4 @@
-"""The command line: `mmserve demo | generate | describe | fixtures record, check | bench compare, attention, ...`."""
+"""The command line: `mmserve demo | generate | describe | inspect | fixtures ... | bench ...`."""
 
 from __future__ import annotations
 

@@ -19,10 +19,17 @@ __all__ = ["inspect"]
 @click.option("--prompt", default="", help="The question.")
 @click.option("--raw", is_flag=True, help="Take the prompt verbatim, without the chat template.")
 @click.option("--model", default=None, metavar="DIR", help="Model folder or hub id; default: the demo model.")
+@click.option("--revision", default=None, help="Branch, tag or commit of a hub model.")
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Save the sheet (PNG) here.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 def inspect(
-    images: tuple[str, ...], prompt: str, raw: bool, model: str | None, out: Path | None, as_json: bool
+    images: tuple[str, ...],
+    prompt: str,
+    raw: bool,
+    model: str | None,
+    revision: str | None,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     """Show how images are cut and where their tokens stand. Loads the processor only, not the model."""
     from mmserve.assembly import load_processor, process_request, resolve_folder
@@ -32,10 +39,10 @@ def inspect(
     from mmserve.types import GenerationRequest, ImageInput
 
     request = GenerationRequest(prompt=prompt, images=tuple(ImageInput(source=image) for image in images), raw=raw)
-    processor = load_processor(resolve_folder(model), EngineConfig())
+    processor = load_processor(resolve_folder(model, revision), EngineConfig())
     view = view_prompt(processor, process_request(processor, request))
     if out is not None:
-        draw_view(view).save(out)
+        draw_view(view).save(out, format="PNG")
     click.echo(json.dumps(view.as_json()) if as_json else _table(view))
     if out is not None:
         click.echo(f"sheet: {out.resolve()}", err=True)

@@ -18,12 +18,12 @@ __all__ = ["main"]
 
 
 class _Group(click.Group):
-    """Turns an error of our own tree into one line and exit status 1; Ctrl-C into 130."""
+    """Turns an error of our own tree, or of a file that can not be written, into one line and exit status 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except MMServeError as error:
+        except (MMServeError, OSError) as error:
             click.echo(f"mmserve: {error}", err=True)
             sys.exit(1)
         except KeyboardInterrupt:

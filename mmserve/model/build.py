@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from mmserve.errors import UnsupportedModelError, WeightsError
+from mmserve.errors import ModelLoadError, UnsupportedModelError, WeightsError
 from mmserve.model.checkpoint import Checkpoint
+from mmserve.model.generation import load_generation_config
 from mmserve.model.precision import Precision
 
 __all__ = ["build_model", "read_config"]
@@ -41,15 +42,18 @@ def build_model(
     """The model on `device` in `precision`, for inference.
 
     Raises:
-        UnsupportedModelError: No image+text or causal language model of this type, or it lacks a library.
+        UnsupportedModelError: No image+text or causal language model of this type, or it lacks a library; or
+            generation_config.json can not be read.
         WeightsError: Weights are missing, unexpected or of the wrong shape; lists them.
+        ModelLoadError: The device does not take the model: out of memory, most often.
     """
     from safetensors import SafetensorError
-    from transformers import GenerationConfig
 
+    own = (checkpoint.folder / "generation_config.json").is_file()
+    generation = load_generation_config(checkpoint.folder) if own else None
     try:
         cls = _model_class(checkpoint, config, trust_remote_code)
-        with ExitStack() as files, _no_load_report():
+        with ExitStack() as files, _quiet():
             model, info = cls.from_pretrained(
                 None,
                 config=config,
@@ -58,8 +62,6 @@ def build_model(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        if (checkpoint.folder / "generation_config.json").is_file() and model.can_generate():
-            model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
     except (ValueError, ImportError) as error:
         raise UnsupportedModelError(
             f"transformers has no image+text or causal language model for {checkpoint.model_type!r} here: "
@@ -69,21 +71,39 @@ def build_model(
         raise WeightsError(f"the weights of {str(checkpoint.folder)!r} can not be loaded: {error}") from error
     _check_names(checkpoint, info)
     _check_values(checkpoint, model)
-    return model.to(device).eval().requires_grad_(False)
+    if generation is not None and model.can_generate():
+        model.generation_config = generation
+    try:
+        return model.to(device).eval().requires_grad_(False)
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        raise ModelLoadError(
+            f"the model of {str(checkpoint.folder)!r} can not be put on {str(device)!r}: "
+            + " ".join(str(error).split())[:300]
+        ) from error
 
 
 @contextmanager
-def _no_load_report() -> Iterator[None]:
-    """transformers logs a table of what did not fit and goes on; here that is an error, said once, in its own words."""
+def _quiet() -> Iterator[None]:
+    """No progress bar, and no table of what did not fit: that is an error here, said once, in its own words.
+
+    The table is logged as a warning before transformers goes on; the bar is drawn over a terminal that is ours.
+    """
+    from transformers.utils import logging as library_logging
+
     library = logging.getLogger("transformers.modeling_utils")
 
     def drop(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()
 
+    def no_bar(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return factory(*args, **{**kwargs, "disable": True})
+
     library.addFilter(drop)
+    previous = library_logging.set_tqdm_hook(no_bar)
     try:
         yield
     finally:
+        library_logging.set_tqdm_hook(previous)
         library.removeFilter(drop)
 
 

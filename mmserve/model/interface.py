@@ -150,7 +150,7 @@ class Model(Protocol):
     vocab_size: int
     """Width of the logits, V."""
     forbidden_token_ids: tuple[int, ...]
-    """Ids that are never sampled: placeholders and padded vocabulary."""
+    """Ids that are never sampled: placeholders of images and other media."""
     max_position: int | None
     """Most tokens a sequence may have, if the model's config says."""
 

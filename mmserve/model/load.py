@@ -11,7 +11,7 @@ import torch
 
 from mmserve.attention.interface import AttentionBackend
 from mmserve.attention.registry import AUTO_ORDER, choose_backend, make_backend
-from mmserve.errors import ConfigError, UnsupportedModelError
+from mmserve.errors import BackendError, ConfigError, UnsupportedModelError
 from mmserve.model import text_attention
 from mmserve.model.build import build_model, read_config
 from mmserve.model.checkpoint import Checkpoint, open_checkpoint
@@ -62,7 +62,8 @@ def load_model(
         UnsupportedModelError: The architecture is unknown or can not run here; says why.
         WeightsError: Weights are missing, unexpected, truncated or of the wrong shape.
         ConfigError: A dtype, device or path that can not be.
-        BackendError: The attention backend is unknown, or declined.
+        BackendError: The attention backend is unknown, or declined, or is forced on a model that goes to generate().
+        ModelLoadError: The device does not take the model.
     """
     if path not in ("auto", "paged", "generate"):
         raise ConfigError(f"unknown path {path!r}; known: auto, paged, generate")
@@ -81,24 +82,32 @@ def load_model(
         model = build_model(checkpoint, config, precision, where, trust_remote_code)
         return _Loaded(model, checkpoint, precision, where)
 
+    def generate(loaded: _Loaded, reason: str) -> GenerateModel:
+        if attention_backend != "auto":
+            raise BackendError(
+                f"attention_backend {attention_backend!r} can not be forced: the model runs through transformers' own "
+                f"generate(), which has no attention backend of ours ({reason}); take attention_backend='auto'"
+            )
+        return _generate_model(loaded, reason)
+
     loaded = build()
     if path == "generate":
-        return _generate_model(loaded, "as asked")
+        return generate(loaded, "as asked")
     if path == "auto" and find_image_features(loaded.model) and checkpoint.model_type not in PROVEN:
-        return _generate_model(loaded, f"the packed path of {checkpoint.model_type!r} models is not proven")
+        return generate(loaded, f"the packed path of {checkpoint.model_type!r} models is not proven")
     try:
         profile = probe_attention(loaded.model)
     except UnsupportedModelError as error:
         if path == "paged":
             raise
-        return _generate_model(loaded, str(error))
+        return generate(loaded, str(error))
     try:
         return _paged_model(loaded, profile, backends, block_size, replace)
     except UnsupportedModelError as error:
         if path == "paged":
             raise
         # Its layers were routed and replaced: generate() needs one as it was.
-        return _generate_model(build(), str(error))
+        return generate(build(), str(error))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,11 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ConfigError(f"unknown device {device!r}: {str(error).splitlines()[0]}") from None
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {str(device)!r} was asked for, and torch finds no CUDA device here")
+    if resolved.type == "cuda" and resolved.index is not None and resolved.index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {str(device)!r} was asked for, and there are {torch.cuda.device_count()} CUDA devices here, "
+            "counted from cuda:0"
+        )
     if resolved.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r} is not supported; known: auto, cpu, cuda, cuda:N")
     return resolved

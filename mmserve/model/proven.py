@@ -2,7 +2,7 @@
 
 A model of another type may do something with an image that a look at its text layers does not show
 (rows for several layers, other experts for image tokens), so it runs through `generate()` itself until
-a tiny model of its kind has shown the same tokens on both paths: tests/parity/test_families.py.
+a tiny model of its kind has shown the same tokens on both paths: tests/parity/test_family_parity.py.
 """
 
 from __future__ import annotations

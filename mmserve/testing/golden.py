@@ -92,8 +92,12 @@ def find_cases(folder: str | Path) -> list[GoldenCase]:
 
 
 def save_request(request: GenerationRequest, file: str | Path) -> Path:
-    """Write `request` as JSON to `file`, and its pictures as lossless PNG beside it; URLs stay as they are."""
-    from processors import load_image
+    """Write `request` as JSON to `file`, and its pictures as lossless PNG beside it; URLs stay as they are.
+
+    Raises:
+        FixtureError: A picture can not be read, or a file not written.
+    """
+    from processors import ProcessorError, load_image
 
     file = Path(file)
     count = 0
@@ -104,16 +108,33 @@ def save_request(request: GenerationRequest, file: str | Path) -> Path:
             return image
         count += 1
         picture = file.with_name(f"{file.stem}-{count}.png")
-        load_image(image.source).save(picture)
+        try:
+            load_image(image.source).save(picture)
+        except (ProcessorError, OSError) as error:
+            raise FixtureError(f"image {count} of {file.name} can not be saved: {error}") from error
         return ImageInput(source=picture.name, uuid=image.uuid)
 
-    file.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(file.parent)
     request = _map_images(request, beside)
     fields = request.model_dump(mode="json", exclude_defaults=True)
     if request.messages is not None:  # a part's type is a default, and is what tells the parts apart
         fields["messages"] = [message.model_dump(mode="json", exclude_none=True) for message in request.messages]
-    file.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _write(file, json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
     return file
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FixtureError(f"the folder {str(folder)!r} can not be made: {error}") from error
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FixtureError(f"{str(file)!r} can not be written: {error}") from error
 
 
 def load_request(file: Path) -> GenerationRequest:
@@ -148,9 +169,13 @@ def _map_images(request: GenerationRequest, change: Callable[[ImageInput], Image
 
 
 def record_case(pipe: MMPipeline, case: GoldenCase) -> GoldenRecord:
-    """Run the case's request and write what came out as its record."""
+    """Run the case's request and write what came out as its record.
+
+    Raises:
+        FixtureError: The request can not be read, or the record not written.
+    """
     record = _run(pipe, case)
-    case.record_file.write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    _write(case.record_file, record.model_dump_json(indent=2) + "\n")
     return record
 
 
@@ -250,9 +275,15 @@ def _read_record(case: GoldenCase) -> GoldenRecord:
     if not case.record_file.is_file():
         raise FixtureError(f"{case.name} has no record yet: `mmserve fixtures record {case.record_file.parent}`")
     try:
-        return GoldenRecord.model_validate_json(case.record_file.read_bytes())
+        record = GoldenRecord.model_validate_json(case.record_file.read_bytes())
     except (OSError, InvalidRequestError) as error:
         raise FixtureError(f"{case.record_file}: {error}") from error
+    if len(record.logprobs) != len(record.token_ids):
+        raise FixtureError(
+            f"{case.record_file} has {len(record.logprobs)} log-probabilities for {len(record.token_ids)} tokens: "
+            "record it again"
+        )
+    return record
 
 
 def _prompt_differences(recorded: GoldenRecord, now: GoldenRecord) -> list[str]:

@@ -1,6 +1,6 @@
 """A request's tokens do not depend on who shares its batch, nor on the chunk size: they are `generate()`'s.
 
-One family of each kind, in every arrangement; tests/parity/test_families.py takes them all, in one.
+One family of each kind, in every arrangement; tests/parity/test_family_parity.py takes them all, in one.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
 // is summed over k in the same lanes and the same order whatever M is.
 #pragma once
 
-constexpr int64_t kPrefetchBytes = 2048;  // how far ahead of the reads; the hardware's own prefetcher stops at pages
-
 template <typename T>
 constexpr int kUnit = 4 / sizeof(T);  // elements in a unit
 
@@ -20,6 +18,9 @@ static inline void linear_tile(const LinearArgs& args, int64_t n0, int64_t row0)
   const char* x = static_cast<const char*>(args.x) + row0 * args.x_stride * static_cast<int64_t>(sizeof(T));
   const int64_t weight_row = args.k * static_cast<int64_t>(sizeof(T));
   const int64_t x_row = args.x_stride * static_cast<int64_t>(sizeof(T));
+  // W weight rows on, one line for each line read: the hardware's own prefetcher stops at pages. Further groups
+  // of input rows find the weight in the cache.
+  const int64_t ahead = row0 == 0 ? W * weight_row : 0;
 
   F acc[W];
 #pragma GCC unroll 16
@@ -33,21 +34,10 @@ static inline void linear_tile(const LinearArgs& args, int64_t n0, int64_t row0)
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const char* at = weight + r * weight_row + 4 * u;
-#ifndef PF
-#define PF 1
-#endif
-#if PF == 1
-      __builtin_prefetch(at + R * weight_row);
-#elif PF == 2
-      __builtin_prefetch(at + R * weight_row, 0, 2);
-#elif PF == 3
-      __builtin_prefetch(at + R * weight_row, 0, 0);
-#elif PF == 4
-      __builtin_prefetch(at + 2 * R * weight_row);
-#endif
+      __builtin_prefetch(at + ahead);
       const U w = u_load(at);
 #pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) acc[r * M + m] = madd<T>(acc[r * M + m], w, row[m]);
+      for (int m = 0; m < M; ++m) acc[m * R + r] = madd<T>(acc[m * R + r], w, row[m]);
     }
   }
   if (const int rest = static_cast<int>(units - u)) {
@@ -58,7 +48,7 @@ static inline void linear_tile(const LinearArgs& args, int64_t n0, int64_t row0)
     for (int r = 0; r < R; ++r) {
       const U w = u_load_first(weight + r * weight_row + 4 * u, rest);
 #pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) acc[r * M + m] = madd<T>(acc[r * M + m], w, row[m]);
+      for (int m = 0; m < M; ++m) acc[m * R + r] = madd<T>(acc[m * R + r], w, row[m]);
     }
   }
 
@@ -67,16 +57,11 @@ static inline void linear_tile(const LinearArgs& args, int64_t n0, int64_t row0)
   T* y = static_cast<T*>(args.y);
   const T *bias = static_cast<const T*>(args.bias), *residual = static_cast<const T*>(args.residual);
   for (int m = 0; m < M; ++m) {
-    float out[R];
-    for (int r = 0; r < R; ++r) out[r] = sums[r * M + m];
     const int64_t at = (row0 + m) * args.y_stride + n0;
-    for (int r = 0; r < R; r += W) {
-      const int n = R - r < W ? R - r : W;
-      F value = e_load_first(out + r, n);
-      if (bias) value = f_add(value, e_load_first(bias + n0 + r, n));
-      if (residual) value = f_add(value, e_load_first(residual + at + r, n));
-      e_store_first(y + at + r, value, n);
-    }
+    F value = e_load_first(sums + m * R, R);
+    if (bias) value = f_add(value, e_load_first(bias + n0, R));
+    if (residual) value = f_add(value, e_load_first(residual + at, R));
+    e_store_first(y + at, value, R);
   }
 }
 

@@ -1,25 +1,15 @@
-"""Pictures by seed, and tiny processors of real families, made once."""
+"""Tiny processors of real families, made once."""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy
 import pytest
-from PIL import Image
+from pictures import ROOT
 
 from processors import PromptProcessor
-
-ROOT = Path(__file__).parents[3]
-
-
-def noise(width: int, height: int, seed: int = 0) -> Image.Image:
-    """RGB noise."""
-    values = numpy.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=numpy.uint8)
-    return Image.fromarray(values)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import noise
+from pictures import noise
 from PIL import Image
 
 from processors import ProcessedPrompt, PromptError, PromptProcessor

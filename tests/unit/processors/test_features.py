@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import noise
+from pictures import noise
 
 from processors import PromptProcessor
 

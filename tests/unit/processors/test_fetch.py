@@ -14,7 +14,7 @@ import pytest
 from processors import MediaFetchError, MediaOptions
 from processors.fetch import fetch_url, is_public
 
-LOCAL = MediaOptions(allow_private_addresses=True, url_timeout=5.0, max_bytes=100_000)
+LOCAL = MediaOptions(allow_private_urls=True, url_timeout=5.0, max_image_bytes=100_000)
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -198,7 +198,7 @@ def test_the_connection_goes_to_the_address_that_was_checked(server: Server, mon
 
 @pytest.mark.parametrize("path", ["/endless", "/announced"])
 def test_the_size_is_capped(server: Server, path: str) -> None:
-    with pytest.raises(MediaFetchError, match="max_bytes"):
+    with pytest.raises(MediaFetchError, match="max_image_bytes"):
         fetch_url(f"{server.url}{path}", LOCAL)
 
 
@@ -210,7 +210,7 @@ def test_a_body_that_ends_early_is_refused(server: Server) -> None:
 def test_a_dripping_server_meets_the_deadline(server: Server) -> None:
     start = time.monotonic()
     with pytest.raises(MediaFetchError, match="in time"):
-        fetch_url(f"{server.url}/drip", MediaOptions(allow_private_addresses=True, url_timeout=0.3))
+        fetch_url(f"{server.url}/drip", MediaOptions(allow_private_urls=True, url_timeout=0.3))
     assert time.monotonic() - start < 2.0
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import noise
+from pictures import noise
 
 from processors import MediaError, OptionError, ProcessedPrompt, PromptError, PromptProcessor
 from processors.cache import ExpansionCache

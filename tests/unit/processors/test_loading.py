@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, noise
+from pictures import ROOT, noise
 
 from processors import PromptError, PromptProcessor, UnsupportedProcessorError
 from processors.families import Family

@@ -12,7 +12,7 @@ from urllib.parse import quote_from_bytes
 import numpy
 import pytest
 import torch
-from conftest import noise
+from pictures import noise
 from PIL import Image
 
 from processors import MediaError, MediaOptions, load_image
@@ -117,9 +117,9 @@ def _clear_palette() -> Image.Image:
 @pytest.mark.parametrize("make", [lambda: _hidden("RGBA"), lambda: _hidden("LA"), _clear_palette])
 def test_transparent_pixels_show_the_background(background: tuple[int, int, int], make: object) -> None:
     image = make()  # type: ignore[operator]
-    loaded = load_image(image, MediaOptions(background=background))
+    loaded = load_image(image, MediaOptions(alpha_background=background))
     assert _same(loaded, Image.new("RGB", image.size, background))
-    stored = load_image(_encoded(image), MediaOptions(background=background))
+    stored = load_image(_encoded(image), MediaOptions(alpha_background=background))
     assert _same(stored, Image.new("RGB", image.size, background))
 
 
@@ -256,7 +256,7 @@ def test_flipped_bits_are_refused_or_harmless(form: str, options: dict[str, obje
         damaged = bytearray(data)
         damaged[position] ^= 1 << int(bit)
         try:
-            loaded = load_image(bytes(damaged), MediaOptions(max_pixels=10_000))
+            loaded = load_image(bytes(damaged), MediaOptions(max_image_pixels=10_000))
         except MediaError:
             continue
         assert form != "PNG" or _same(loaded, whole)
@@ -277,14 +277,14 @@ def test_what_is_no_image_is_refused(data: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", [10_000, 12_000, 20_000, 2_000_000_000])
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_the_header_is_enough_to_refuse_a_huge_picture(side: int) -> None:
-    with pytest.raises(MediaError, match=r"max_pixels|too large|damaged"):
+    with pytest.raises(MediaError, match=r"max_image_pixels|too large|damaged"):
         load_image(_png_header(side, side))
 
 
 def test_the_pixel_limit_is_exact() -> None:
-    assert load_image(PICTURE, MediaOptions(max_pixels=24 * 16)).size == (24, 16)
+    assert load_image(PICTURE, MediaOptions(max_image_pixels=24 * 16)).size == (24, 16)
     with pytest.raises(MediaError, match="24x16"):
-        load_image(PICTURE, MediaOptions(max_pixels=24 * 16 - 1))
+        load_image(PICTURE, MediaOptions(max_image_pixels=24 * 16 - 1))
 
 
 def test_the_byte_limit_holds_for_every_source(tmp_path: Path) -> None:
@@ -293,9 +293,9 @@ def test_the_byte_limit_holds_for_every_source(tmp_path: Path) -> None:
     path.write_bytes(data)
     url = "data:;base64," + base64.b64encode(data).decode()
     for source in (data, path, io.BytesIO(data), url):
-        assert load_image(source, MediaOptions(max_bytes=len(data))).size == (24, 16)
-        with pytest.raises(MediaError, match="max_bytes"):
-            load_image(source, MediaOptions(max_bytes=len(data) - 1))
+        assert load_image(source, MediaOptions(max_image_bytes=len(data))).size == (24, 16)
+        with pytest.raises(MediaError, match="max_image_bytes"):
+            load_image(source, MediaOptions(max_image_bytes=len(data) - 1))
 
 
 def test_missing_files_and_folders(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_files_can_be_bound_to_a_folder_or_refused(tmp_path: Path) -> None:
     for folder in (inside, outside):
         PICTURE.save(folder / "a.png")
     (inside / "link.png").symlink_to(outside / "a.png")
-    options = MediaOptions(file_root=str(inside))
+    options = MediaOptions(allowed_media_root=str(inside))
     assert load_image(inside / "a.png", options).size == (24, 16)
     for source in (outside / "a.png", inside / ".." / "out" / "a.png", inside / "link.png"):
         with pytest.raises(MediaError, match="outside"):
@@ -388,7 +388,13 @@ def test_bad_data_urls_are_refused_with_a_short_message(url: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_pixels": 0}, {"max_bytes": -1}, {"url_timeout": 0}, {"max_redirects": -1}, {"background": (0, 0)}],
+    [
+        {"max_image_pixels": 0},
+        {"max_image_bytes": -1},
+        {"url_timeout": 0},
+        {"max_redirects": -1},
+        {"alpha_background": (0, 0)},
+    ],
 )
 def test_impossible_limits_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, noise
+from pictures import ROOT, noise
 
 from processors import ProcessorError, PromptProcessor
 from processors.expand import TEXT_OUTPUTS
