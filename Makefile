@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 
-.PHONY: demo test lint types check-tests install clean help
+.PHONY: demo test lint types check-tests install sanitize clean help
 
 help:
 	@echo "make demo   create $(VENV), install, ask the demo model about a few pictures"
 	@echo "make test   install what tests need; run lint, types and all tests"
 	@echo "make lint | types | check-tests   one part of make test"
+	@echo "make sanitize  the CPU kernels under sanitizers"
 	@echo "make clean  remove $(VENV) and everything that was made in this folder"
 
 $(BIN)/python:
@@ -40,6 +41,14 @@ check-tests: $(STAMPS)/dev
 	$(BIN)/python -m pytest
 
 test: lint types check-tests
+
+# The kernels under the address and undefined-behaviour sanitizers, on buffers with guard pages.
+sanitize:
+	@mkdir -p build
+	$(CXX) -std=c++20 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -Wno-psabi -Wno-unknown-pragmas \
+	  -Immserve/kernels/csrc tests/unit/mmserve/kernels/bounds.cpp mmserve/kernels/csrc/isa_*.cpp \
+	  mmserve/kernels/csrc/dispatch.cpp -o build/bounds
+	build/bounds
 
 clean:
 	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache

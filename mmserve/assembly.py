@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmserve.config import EngineConfig
-from mmserve.errors import ConfigError, InputError, UnsupportedModelError
+from mmserve.errors import ConfigError, InputError, InvalidRequestError, UnsupportedModelError
 from mmserve.requests import image_inputs, plain_messages
+from mmserve.types import MIN_TEMPERATURE, SamplingParams
 from processors.errors import ProcessorError, UnsupportedProcessorError
 
 if TYPE_CHECKING:
     import torch
+    from transformers import GenerationConfig
 
     from mmserve.engine.core import Engine
     from mmserve.model.interface import Model
@@ -66,10 +68,38 @@ def assemble(
         processor.tokenizer,
         config,
         identity=f"{folder.resolve()} as {about['dtype']}",
-        generation_config=load_generation_config(folder, trust_remote_code=trust_remote_code),
+        generation_config=_checked_defaults(load_generation_config(folder, trust_remote_code=trust_remote_code)),
         device=about["device"],
     )
     return Parts(folder, processor, model, engine)
+
+
+_DEFAULTS = {
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
+"""Field of a generation config -> the option of a request that it is the default of."""
+
+
+def _checked_defaults(config: GenerationConfig) -> GenerationConfig:
+    """The model's own defaults, each of which a request could have asked for.
+
+    Raises:
+        UnsupportedModelError: A value is of the wrong type or out of range; says which.
+    """
+    for own, option in _DEFAULTS.items():
+        value = getattr(config, own, None)
+        if own == "temperature" and isinstance(value, float) and 0 < value < MIN_TEMPERATURE:
+            continue  # some models write greedy as 1e-6; `resolve_sampling` takes it so
+        try:
+            SamplingParams.model_validate({option: value})
+        except InvalidRequestError as error:
+            raise UnsupportedModelError(f"{own} in generation_config.json can not be used: {error}") from error
+    return config
 
 
 def resolve_folder(model: str | Path | None, revision: str | None = None, *, trust_remote_code: bool = False) -> Path:

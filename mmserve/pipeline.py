@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -221,6 +222,10 @@ class MMPipeline:
         if on_error not in ("raise", "return"):
             raise InvalidRequestError(f"on_error is 'raise' or 'return', not {on_error!r}")
         self._check_open()
+        if not isinstance(requests, Iterable):
+            raise InvalidRequestError(
+                f"requests is a list or another iterable of requests, not a {type(requests).__name__}"
+            )
         waiting = list(requests)
         results: list[GenerationOutput | MMServeError] = []
         inflight: deque[Future[RequestHandle]] = deque()
@@ -299,7 +304,7 @@ class MMPipeline:
         """Wait until the request is with the engine."""
         begun = self._begin(request)
         try:
-            return begun.result(request.timeout)
+            return begun.result(_bounded(request.timeout))
         except FutureTimeout:
             _give_up(begun)
             raise _too_late(request) from None
@@ -311,7 +316,7 @@ class MMPipeline:
         """As `_start`, awaited."""
         begun = self._begin(request)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(begun), request.timeout)
+            return await asyncio.wait_for(asyncio.wrap_future(begun), _bounded(request.timeout))
         except asyncio.TimeoutError:
             _give_up(begun)
             raise _too_late(request) from None
@@ -378,6 +383,11 @@ class DeltaStream(Iterator[StreamDelta]):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _bounded(timeout: float | None) -> float | None:
+    """Seconds that a lock can wait; longer ones are for ever."""
+    return timeout if timeout is None or timeout < threading.TIMEOUT_MAX else None
 
 
 def _too_late(request: GenerationRequest) -> DeadlineExceeded:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -16,6 +18,10 @@ SchemaT = TypeVar("SchemaT", bound="Schema")
 _SHOWN_VALUE = 80
 """Characters of a refused value that an error repeats; a payload never ends in a message."""
 
+_SHOWN_PROBLEMS = 3
+_SHOWN_CLAUSE = 400
+"""Problems that an error tells in full, and characters of each."""
+
 
 class Schema(BaseModel):
     """A frozen pydantic model whose constructor raises `error_type` in place of pydantic's own error."""
@@ -25,50 +31,63 @@ class Schema(BaseModel):
     error_type: ClassVar[type[InvalidRequestError] | type[ConfigError]] = InvalidRequestError
 
     def __init__(self, **values: Any) -> None:
-        try:
+        with _own_errors(type(self)):
             super().__init__(**values)
-        except ValidationError as error:
-            raise self.error_type(_explain(type(self), error)) from None
 
     @classmethod
     def model_validate(cls: type[SchemaT], obj: Any, **kwargs: Any) -> SchemaT:
         """As pydantic's, raising `error_type`."""
-        try:
+        with _own_errors(cls):
             return super().model_validate(obj, **kwargs)
-        except ValidationError as error:
-            raise cls.error_type(_explain(cls, error)) from None
 
     @classmethod
     def model_validate_json(cls: type[SchemaT], json_data: str | bytes | bytearray, **kwargs: Any) -> SchemaT:
         """As pydantic's, raising `error_type`."""
-        try:
+        with _own_errors(cls):
             return super().model_validate_json(json_data, **kwargs)
-        except ValidationError as error:
-            raise cls.error_type(_explain(cls, error)) from None
+
+
+@contextlib.contextmanager
+def _own_errors(cls: type[Schema]) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        raise cls.error_type(_explain(cls, error)) from None
+    except TypeError as error:
+        if "keywords must be strings" not in str(error):
+            raise
+        raise cls.error_type(f"{cls.__name__}: a field's name is a string, here or in what it holds") from None
 
 
 def _explain(cls: type[BaseModel], error: ValidationError) -> str:
-    """One clause a problem: where, what was wrong, what was given; for an unknown field the known ones."""
+    """A clause a problem: where, what was wrong, what was given; and the known fields if one is unknown."""
     problems = error.errors(include_url=False)
-    clauses = []
-    for problem in problems:
-        place = problem["loc"]
-        if problem["type"] == "too_short" and any(
-            other["loc"][: len(place)] == place != other["loc"] for other in problems
-        ):
-            continue  # pydantic counts refused items as absent; the items' own problems say it better
-        clauses.append(_clause(cls, problem))
+    told = [problem for problem in problems if not _is_echo(problem, problems)]
+    clauses = [_shorten(_clause(problem)) for problem in told[:_SHOWN_PROBLEMS]]
+    if len(told) > _SHOWN_PROBLEMS:
+        clauses.append(f"and {len(told) - _SHOWN_PROBLEMS} more")
+    if any(problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1 for problem in told):
+        clauses.append(f"known fields: {', '.join(cls.model_fields)}")
     return f"{cls.__name__}: " + "; ".join(clauses)
 
 
-def _clause(cls: type[BaseModel], problem: ErrorDetails) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
+def _is_echo(problem: ErrorDetails, problems: list[ErrorDetails]) -> bool:
+    """Pydantic counts refused items as absent, "too short"; the items' own problems say it better."""
+    place = problem["loc"]
+    return problem["type"] == "too_short" and any(
+        other["loc"][: len(place)] == place != other["loc"] for other in problems
+    )
+
+
+def _clause(problem: ErrorDetails) -> str:
+    where = ".".join(_shorten(str(part), _SHOWN_VALUE) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        known = f"; known fields: {', '.join(cls.model_fields)}" if len(problem["loc"]) == 1 else ""
-        return f"unknown field {where!r}{known}"
+        return f"unknown field {where!r}"
     message = problem["msg"].removeprefix("Value error, ")
     if isinstance(problem.get("ctx", {}).get("error"), MMServeError) or not where:
         return message if not where else f"{where}: {message}"
-    given = repr(problem["input"])
-    shown = given if len(given) <= _SHOWN_VALUE else given[:_SHOWN_VALUE] + "..."
-    return f"{where}: {message} (given {shown})"
+    return f"{where}: {message} (given {_shorten(repr(problem['input']), _SHOWN_VALUE)})"
+
+
+def _shorten(text: str, limit: int = _SHOWN_CLAUSE) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

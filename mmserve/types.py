@@ -33,6 +33,15 @@ MAX_LOGPROBS = 100
 MAX_ANSWERS = 64
 """Most answers to one request."""
 
+MAX_INT = 2**31 - 1
+"""Largest count that can be asked for, so that every one fits a tensor."""
+
+MIN_TEMPERATURE = 1e-3
+"""Smallest temperature besides 0; below it every choice is the likeliest token anyway."""
+
+MAX_LOGIT_BIAS = 1e4
+"""Largest number added to a logit, either way; far beyond any logit, and still exact beside one."""
+
 ImageSource: TypeAlias = Annotated[
     Any,
     WithJsonSchema(
@@ -111,6 +120,8 @@ class ImagePart(Schema):
         if not isinstance(value, dict):
             return value
         value = dict(value)
+        if "image_url" in value and "image" in value:
+            raise ValueError("an image part has either 'image' or 'image_url', not both")
         if value.get("type") == "image_url" or "image_url" in value:
             value.update(type="image", image=_linked(value.pop("image_url", None)))
         if "image" in value:
@@ -123,7 +134,7 @@ def _linked(link: Any) -> str:
     if isinstance(link, dict):
         unknown = set(link) - {"url", "detail"}
         if unknown or link.get("detail", "auto") != "auto":
-            raise ValueError(f"image_url takes 'url' (and detail='auto'), not {sorted(link)}")
+            raise ValueError("image_url takes 'url' alone: detail is the processor's own, see processor_options")
         link = link.get("url")
     if not isinstance(link, str) or not link.lower().startswith(("http://", "https://", "data:")):
         raise ValueError(
@@ -165,10 +176,13 @@ def _as_part(part: Any) -> Any:
         return part
     kind = part.get("type")
     if kind == "text":
-        return TextPart(**part)
-    if kind in ("image", "image_url"):
-        return ImagePart(**part)
-    raise ValueError(f"a content part has type 'text', 'image' or 'image_url', not {kind!r}")
+        return TextPart.model_validate(part)
+    if kind == "image" or kind == "image_url":
+        return ImagePart.model_validate(part)
+    raise ValueError(f"a content part has type 'text', 'image' or 'image_url', not {str(kind)[:40]!r}")
+
+
+LogitBias: TypeAlias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
 
 
 class SamplingParams(Schema):
@@ -177,36 +191,56 @@ class SamplingParams(Schema):
     max_tokens: int | None = Field(
         default=None,
         ge=1,
+        le=MAX_INT,
         description="Most tokens to generate. None: the model's generation config, else 256.",
     )
-    min_tokens: int = Field(default=0, ge=0, description="No end token or stop string ends the text before this many.")
+    min_tokens: int = Field(
+        default=0, ge=0, le=MAX_INT, description="No end token or stop string ends the text before this many."
+    )
     temperature: float | None = Field(
         default=None,
         ge=0.0,
         le=100.0,
-        description="0 is greedy. None: the model's own; greedy if it does not sample.",
+        allow_inf_nan=False,
+        description="0 is greedy, else at least 0.001. None: the model's own; greedy if it does not sample.",
     )
-    top_k: int | None = Field(default=None, ge=0, description="Sample from the k likeliest tokens; 0: from all.")
+    top_k: int | None = Field(
+        default=None, ge=0, le=MAX_INT, description="Sample from the k likeliest tokens; 0: from all."
+    )
     top_p: float | None = Field(
         default=None,
         gt=0.0,
         le=1.0,
+        allow_inf_nan=False,
         description="Sample from the likeliest tokens that hold this probability.",
     )
     min_p: float | None = Field(
-        default=None, ge=0.0, le=1.0, description="Drop tokens less likely than min_p times the likeliest."
+        default=None,
+        ge=0.0,
+        le=1.0,
+        allow_inf_nan=False,
+        description="Drop tokens less likely than min_p times the likeliest.",
     )
     repetition_penalty: float | None = Field(
         default=None,
-        gt=0.0,
-        le=100.0,
+        ge=1e-3,
+        le=1e3,
+        allow_inf_nan=False,
         description="Divide (or multiply, if negative) logits of prompt and output tokens.",
     )
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, description="Subtract from tokens already generated.")
-    frequency_penalty: float = Field(
-        default=0.0, ge=-2.0, le=2.0, description="Subtract, times the count, from tokens already generated."
+    presence_penalty: float = Field(
+        default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False, description="Subtract from tokens already generated."
     )
-    logit_bias: dict[int, float] = Field(default_factory=dict, description="Token id -> number added to its logit.")
+    frequency_penalty: float = Field(
+        default=0.0,
+        ge=-2.0,
+        le=2.0,
+        allow_inf_nan=False,
+        description="Subtract, times the count, from tokens already generated.",
+    )
+    logit_bias: dict[int, LogitBias] = Field(
+        default_factory=dict, description="Token id -> number added to its logit, -10000 to 10000."
+    )
     bad_words: tuple[str, ...] = Field(default=(), description="Strings whose token sequences are never completed.")
     allowed_token_ids: tuple[int, ...] | None = Field(
         default=None, min_length=1, description="Sample only from these ids."
@@ -234,8 +268,16 @@ class SamplingParams(Schema):
         default=None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="Report the same of every prompt token. The prompt is then computed in full, cached or not.",
+        description="Report the same of every prompt token. The prompt is then computed in full, cached or not. "
+        "Not on the generate() path.",
     )
+
+    @field_validator("temperature")
+    @classmethod
+    def _greedy_or_not(cls, value: float | None) -> float | None:
+        if value is not None and 0.0 < value < MIN_TEMPERATURE:
+            raise ValueError(f"0 (greedy) or at least {MIN_TEMPERATURE}, not {value}")
+        return value
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
@@ -276,8 +318,12 @@ class GenerationRequest(Schema):
         default_factory=dict,
         description="Options of the model's own processor for this request (max_pixels, ...).",
     )
-    priority: int = Field(default=0, description="Lower runs sooner; equal ones in order of arrival.")
-    timeout: float | None = Field(default=None, gt=0.0, description="Seconds until the request is given up.")
+    priority: int = Field(
+        default=0, ge=-MAX_INT, le=MAX_INT, description="Lower runs sooner; equal ones in order of arrival."
+    )
+    timeout: float | None = Field(
+        default=None, gt=0.0, allow_inf_nan=False, description="Seconds until the request is given up."
+    )
 
     @field_validator("images", mode="before")
     @classmethod
@@ -330,9 +376,17 @@ class Usage(Schema):
 class Metrics(Schema):
     """Times of one request, in seconds."""
 
-    preprocess: float = Field(ge=0.0, description="Reading the images and building the prompt.")
-    queue: float = Field(ge=0.0, description="From ready to first scheduled.")
-    encode: float = Field(ge=0.0, description="In the vision tower, for this request's own images.")
+    preprocess: float = Field(ge=0.0, description="Reading the images and building the prompt, not waiting to do so.")
+    queue: float = Field(
+        ge=0.0,
+        description="Waiting until the first step that computes some of it begins: for a worker that reads the "
+        "images, then for a place in the batch. From the call to that step, without `preprocess`.",
+    )
+    encode: float = Field(
+        ge=0.0,
+        description="In the vision tower, for this request's own images. 0 if they were cached, and on the "
+        "generate() path, where the tower runs inside the first forward.",
+    )
     first_token: float = Field(ge=0.0, description="From the call to the first token.")
     per_token: float | None = Field(
         default=None, ge=0.0, description="Mean after the first token; None if there was one."

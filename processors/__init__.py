@@ -12,6 +12,7 @@
     ranges     spans -> ranges with masks, and token types
     counts     the token counts that a processor declares, against those it makes
     options    which options a request may set
+    limits     how large they may make an image
     sizing     the most tokens that one image can take
     loading    a model folder -> its processor, taken apart
     selfcheck  what is put together here against the processor's own call

@@ -44,7 +44,9 @@ class PromptProcessor:
     ) -> None:
         """Use `from_pretrained`."""
         self._loaded = loaded
-        self._images = ImagePreparer(loaded.expander, loaded.fingerprint, media, cache_bytes, workers)
+        limits = loaded.options.limits
+        self._images = ImagePreparer(loaded.expander, loaded.fingerprint, media, limits, cache_bytes, workers)
+        self._max_pixels = media.max_image_pixels
         self._lock = threading.Lock()
         self._largest: LargestImage | None = None
         self._encoder: PromptEncoder = loaded.encoder
@@ -113,9 +115,23 @@ class PromptProcessor:
             return None
         return tuple(images.image_mean), tuple(images.image_std)
 
+    @property
+    def patch_geometry(self) -> tuple[int, int, int] | None:
+        """Side of a patch, its frames, and patches a side that are merged; None where it does not say all three."""
+        images = getattr(self._loaded.processor, "image_processor", None)
+        found = [getattr(images, name, None) for name in ("patch_size", "temporal_patch_size", "merge_size")]
+        side, frames, merge = (number if isinstance(number, int) and number > 0 else None for number in found)
+        return None if side is None or frames is None or merge is None else (side, frames, merge)
+
+    @property
+    def rows_per_tile(self) -> int | None:
+        """Feature rows of every tile, where the processor declares one number for all."""
+        declared = (getattr(self._loaded.processor, name, None) for name in ("image_seq_length", "image_seq_len"))
+        return next((number for number in declared if isinstance(number, int) and number > 0), None)
+
     def check_options(self, options: Mapping[str, object]) -> None:
-        """Raises OptionError if an option is unknown to this processor; the message lists the known."""
-        self._options.check(options)
+        """Raises OptionError if an option is unknown (the message lists the known) or leads to too large an image."""
+        self._options.check(options, self._max_pixels)
 
     def describe(self) -> dict[str, object]:
         """What was loaded and how prompts are made of it; JSON-friendly."""

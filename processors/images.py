@@ -16,6 +16,7 @@ from processors.cache import ExpansionCache
 from processors.errors import ProcessorError
 from processors.expand import Expansion, ImageExpander
 from processors.hashing import image_key
+from processors.limits import OptionLimits
 from processors.media import MediaOptions, load_image
 
 __all__ = ["ImagePreparer", "PreparedImage"]
@@ -34,7 +35,13 @@ class ImagePreparer:
     """Prepares images, any number of prompts at once."""
 
     def __init__(
-        self, expander: ImageExpander, fingerprint: str, media: MediaOptions, cache_bytes: int, workers: int | None
+        self,
+        expander: ImageExpander,
+        fingerprint: str,
+        media: MediaOptions,
+        limits: OptionLimits,
+        cache_bytes: int,
+        workers: int | None,
     ) -> None:
         """`workers`: threads for the images of one prompt; None: one a core, at most 8."""
         if workers is not None and workers < 1:
@@ -42,6 +49,7 @@ class ImagePreparer:
         self._expander = expander
         self._fingerprint = fingerprint
         self._media = media
+        self._limits = limits
         self._workers = workers if workers is not None else min(8, os.cpu_count() or 1)
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -91,6 +99,7 @@ class ImagePreparer:
 
     def _prepare(self, source: Any, options: Mapping[str, object], name: str | None, alone: bool) -> PreparedImage:
         picture = load_image(source, self._media)
+        self._limits.check_picture(options, picture.size, self._media.max_image_pixels)
         place = "alone" if alone or not self._expander.company else "in company"
         key = image_key(picture, options, f"{self._fingerprint}|{place}", name)
         expansion = self.cache.get(key)

@@ -10,6 +10,7 @@ A bare string is a URL if it starts with `data:`, `http://` or `https://`, and a
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias, Union
@@ -36,8 +37,9 @@ class MediaOptions:
     """Limits and choices for reading images.
 
     Attributes:
-        max_image_pixels: Most pixels (width x height) an image may have; read from the header, before decoding. The default
-            is where Pillow begins to warn; beyond twice that, Pillow's own `Image.MAX_IMAGE_PIXELS` refuses too.
+        max_image_pixels: Most pixels (width x height) an image may have, read from the header before decoding; and most
+            that a request's processor options may lead to. The default is where Pillow begins to warn; beyond twice
+            that, Pillow's own `Image.MAX_IMAGE_PIXELS` refuses too.
         max_image_bytes: Most bytes an encoded image may have: a file, a data URL's payload, a download.
         alpha_background: RGB colour that transparent pixels are composited on.
         allow_files: Whether a bare string or path may name a local file.
@@ -88,9 +90,16 @@ def load_image(source: ImageSource, options: MediaOptions = MediaOptions()) -> I
     return decode_image(data, options.alpha_background, options.max_image_pixels, name)
 
 
+_READING = threading.Lock()
+"""Held while something of the caller's own is read: Pillow decodes an opened picture in place, and a stream has one
+position, so two threads that were given the same object would mix up its pixels."""
+
+
 def _own_copy(image: Image.Image) -> Image.Image:
     """The caller's picture, decoded, as one that is ours to use up."""
     try:
+        with _READING:
+            image.load()
         return image.copy()
     except broken() as error:
         raise MediaError(f"the PIL image is damaged or cut off: {shorten(str(error))}") from error
@@ -148,10 +157,11 @@ def _read_stream(stream: object, options: MediaOptions) -> tuple[bytes, str]:
     """The whole stream, from its beginning if it can be wound back (as Pillow reads file objects)."""
     shown = "the image of the file object"
     try:
-        if callable(getattr(stream, "seekable", None)) and stream.seekable():  # type: ignore[attr-defined]
-            stream.seek(0)  # type: ignore[attr-defined]
-        data = stream.read(options.max_image_bytes + 1)  # type: ignore[attr-defined]
-    except (OSError, ValueError) as error:
+        with _READING:
+            if callable(getattr(stream, "seekable", None)) and stream.seekable():  # type: ignore[attr-defined]
+                stream.seek(0)  # type: ignore[attr-defined]
+            data = stream.read(options.max_image_bytes + 1)  # type: ignore[attr-defined]
+    except Exception as error:
         raise MediaError(f"{shown} can not be read: {shorten(str(error))}") from error
     if not isinstance(data, bytes):
         raise MediaError(f"{shown} yields {type(data).__name__}, not bytes: open it in binary mode")

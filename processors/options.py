@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from processors.errors import OptionError, shorten
+from processors.limits import OptionLimits
 
 __all__ = ["OptionTable"]
 
@@ -22,22 +23,25 @@ the geometry that the model's weights were made for."""
 
 @dataclass(frozen=True, slots=True)
 class OptionTable:
-    """The options that one processor takes for images."""
+    """The options that one processor takes for images, and how far they may go."""
 
     known: frozenset[str]
+    limits: OptionLimits
 
     @classmethod
     def of(cls, processor: Any) -> OptionTable:
         """Read the typed dictionaries in which transformers declares them."""
         declared = processor.valid_processor_kwargs.__annotations__["images_kwargs"].__annotations__
         own = getattr(getattr(processor.image_processor, "valid_kwargs", None), "__annotations__", {})
-        return cls(frozenset({*declared, *own}) - _OURS)
+        known = frozenset({*declared, *own}) - _OURS
+        return cls(known, OptionLimits.of(processor.image_processor, known))
 
-    def check(self, options: Mapping[str, object]) -> None:
-        """Raises OptionError naming the unknown options and listing the known."""
+    def check(self, options: Mapping[str, object], max_pixels: int) -> None:
+        """Raises OptionError naming what is unknown and listing the known, or naming a value that leads to too much."""
         unknown = sorted(str(name) for name in options if name not in self.known)
         if unknown:
             shown = ", ".join(shorten(name, 60) for name in unknown[:5])
             raise OptionError(
                 f"unknown processor options: {shown}; this processor takes: {', '.join(sorted(self.known))}"
             )
+        self.limits.check(options, max_pixels)

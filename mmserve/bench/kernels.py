@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +56,8 @@ def _cases() -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]
         q, k, v = (torch.randn(1, 1024, heads, size).to(dtype).transpose(1, 2) for _ in range(3))
         yield (
             f"tower attention, 1024 patches, {heads} x {size}, {_name(dtype)}",
-            lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
-            lambda q=q, k=k, v=v, size=size: library.full_attention(q, k, v, size**-0.5),
+            partial(F.scaled_dot_product_attention, q, k, v),
+            partial(library.full_attention, q, k, v, size**-0.5),
         )
     x = torch.randn(1024, 3072).bfloat16()
     yield "GELU, 1024 x 3072, bfloat16", lambda: F.gelu(x, approximate="tanh"), lambda: library.gelu_tanh_(x)
@@ -67,9 +68,16 @@ def _cases() -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]
             y = torch.randn(rows, 576).to(dtype)
             yield (
                 f"30 products of {rows} rows, 3072 x 576, {_name(dtype)}",
-                lambda y=y, weights=weights: [F.linear(y, weight) for weight in weights],
-                lambda y=y, weights=weights: [library.linear(y, weight, None, None) for weight in weights],
+                partial(_each, lambda y, weight: F.linear(y, weight), y, weights),
+                partial(_each, lambda y, weight: library.linear(y, weight, None, None), y, weights),
             )
+
+
+def _each(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], y: torch.Tensor, weights: list[torch.Tensor]
+) -> None:
+    for weight in weights:
+        product(y, weight)
 
 
 def _best(call: Callable[[], object]) -> float:

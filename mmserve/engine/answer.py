@@ -27,12 +27,10 @@ class AnswerTimes:
 
     Attributes:
         arrival: When the user called.
-        ready: When the prompt was processed.
         preprocess: Seconds of reading images and building the prompt.
     """
 
     arrival: float
-    ready: float
     preprocess: float
 
 
@@ -59,7 +57,7 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.num_cached = 0
         self.encode_seconds = 0.0
-        self.first_scheduled: float | None = None
+        self.first_scheduled = times.arrival + times.preprocess
         self._sampling = sampling
         self._stop_ids = frozenset(sampling.stop_token_ids)
         self._decoder = decoder
@@ -112,9 +110,10 @@ class Answer:
     def complete(self) -> GenerationOutput:
         """The whole answer; call once, after `finish_reason` was set, and before `last_delta`."""
         self._last_text += self._detokenizer.finish()
+        if self._detokenizer.stopped:
+            self.finish_reason = "stop"  # the last characters, settled only now, hold a stop string
         count = len(self._token_ids)
         times = self._times
-        scheduled = times.ready if self.first_scheduled is None else self.first_scheduled
         decode = (self._last_token - self._first_token) / (count - 1) if count > 1 else None
         assert self.finish_reason is not None
         return GenerationOutput(
@@ -129,7 +128,7 @@ class Answer:
             ),
             metrics=Metrics(
                 preprocess=times.preprocess,
-                queue=max(0.0, scheduled - times.ready),
+                queue=max(0.0, self.first_scheduled - times.arrival - times.preprocess),
                 encode=self.encode_seconds,
                 first_token=max(0.0, self._first_token - times.arrival),
                 per_token=decode,

@@ -126,9 +126,10 @@ class ScheduledBatch:
             NaN in them, and a masked read of a slot that is not written yet would spread it (0 * NaN is NaN).
         copies: Blocks to copy before the forward.
         encode: Images to encode before the forward.
-        preempted: Requests that lost their blocks; each comes back with a `restarted` chunk, or is finished.
+        preempted: Requests that lost their blocks; the first thing that the runner hears of. Each comes back with a
+            `restarted` chunk, or is finished (in this very step too).
         dropped_images: Keys whose rows the runner lets go of, before it encodes.
-        finished: Requests that the runner forgets, before anything else, the preempted ones after them.
+        finished: Requests that the runner forgets, after it has heard of the preempted ones and before all else.
     """
 
     step: int
@@ -164,8 +165,9 @@ class StepOutput:
     """What a step produced.
 
     Attributes:
-        sampled: Request id -> its new token; forks that begin included.
+        sampled: Request id -> its new token; forks that begin included. None of a request that failed.
         failed: Request id -> why it failed, alone; its chunk's other results are void, and its forks do not begin.
+            A fork that fails as it begins fails the request it comes from.
         prompt_reports: Request id -> log-probabilities of the prompt tokens that this step could see.
         image_bytes: Key of each image encoded in this step -> bytes of its rows.
         encode_seconds: Request id -> time in the vision tower.

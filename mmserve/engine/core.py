@@ -34,6 +34,7 @@ from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import Scheduler, SchedulerLimits
 from mmserve.engine.sizing import resolve_limits
 from mmserve.engine.ticket import Ticket
+from mmserve.errors import InvalidRequestError
 from mmserve.model.interface import Model
 from mmserve.types import SamplingParams
 from processors.types import ProcessedPrompt
@@ -69,10 +70,11 @@ class Engine:
         self._model = model
         self._config = config
         self._generation_config = generation_config
-        # Its own copy: a fast tokenizer must not be read in one thread while another changes its settings.
-        self._tokenizer = copy.deepcopy(tokenizer)
-        self._tokenizer_lock = threading.Lock()
-        self._decoder = TextDecoder(self._tokenizer)
+        # Copies of its own: a fast tokenizer must not be read in one thread while another changes its settings, as
+        # encoding does. One encodes bad words in callers' threads, under the lock; one decodes in the engine's.
+        self._encoder = copy.deepcopy(tokenizer)
+        self._encoder_lock = threading.Lock()
+        self._decoder = TextDecoder(copy.deepcopy(tokenizer))
         self.limits: SchedulerLimits = resolve_limits(config, model)
         # A model that keeps state of its own must compute every token itself.
         self._prefix_caching = config.enable_prefix_caching and not model.needs_sequences
@@ -110,11 +112,12 @@ class Engine:
         Args:
             prompt: Expanded ids and images.
             sampling: Options; what is None takes the model's default.
-            request_id: Unique among the requests that are not done; None: one is made up.
+            request_id: Unique among the requests that are not done, without "#"; None: one is made up.
             priority: Lower runs sooner.
             timeout: Seconds from `arrival` until it is given up with DeadlineExceeded.
             arrival: `time.monotonic()` of the user's call; None: now.
-            preprocess: Seconds that went into the prompt; None: all since `arrival`.
+            preprocess: Seconds that went into the prompt, without those of waiting for a worker to make it (these
+                count as waiting in the queue); None: all since `arrival`.
             logits_processors: The caller's own, called in turn with ids int64 [1, L] and scores float32 [1, V] before
                 temperature and what follows it, in the engine's thread; as transformers' LogitsProcessor. One that
                 raises fails its request.
@@ -130,9 +133,11 @@ class Engine:
         arrival = now if arrival is None else arrival
         self._loop.check_alive()
         request_id = secrets.token_hex(8) if request_id is None else request_id
+        if "#" in request_id:
+            raise InvalidRequestError(f"a request id has no '#' (it marks further answers), unlike {request_id!r}")
         sampling = self._resolve(prompt, sampling or SamplingParams())
         requests = self._plan(request_id, prompt, sampling, priority, tuple(logits_processors))
-        times = AnswerTimes(arrival, now, max(0.0, now - arrival) if preprocess is None else preprocess)
+        times = AnswerTimes(arrival, max(0.0, now - arrival) if preprocess is None else preprocess)
         answers = {
             answer_id: Answer(request_id, prompt, sampling, self._decoder, times)
             for _, new in requests
@@ -176,13 +181,19 @@ class Engine:
     # -- submitting -----------------------------------------------------------------------------
 
     def _resolve(self, prompt: ProcessedPrompt, sampling: SamplingParams) -> SamplingParams:
+        if sampling.prompt_logprobs is not None and self._model.needs_sequences:
+            raise InvalidRequestError("prompt_logprobs are not there on the generate() path, which this model runs on")
+        vocab_size = self._model.vocab_size
+        check_sampling(sampling, vocab_size, self._model.forbidden_token_ids)
         resolved = resolve_sampling(sampling, self._generation_config)
+        # The caller's were checked; those of the model's config that its head can not say never come.
+        ends = tuple(token_id for token_id in resolved.stop_token_ids if 0 <= token_id < vocab_size)
+        resolved = resolved.model_copy(update={"stop_token_ids": ends})
         num_prompt = len(prompt.token_ids)
         if sampling.max_tokens is None:
             # The default is a wish, not a demand: it gives way to a long prompt.
             room = max(1, sampling.min_tokens, self.limits.max_model_len - num_prompt)
             resolved = resolved.model_copy(update={"max_tokens": min(resolved.max_tokens or room, room)})
-        check_sampling(resolved, self._model.vocab_size, self._model.forbidden_token_ids)
         at_once = 1 if self._model.needs_sequences else resolved.n
         self._scheduler.check_admission(num_prompt, resolved.max_tokens or 1, at_once)
         return resolved
@@ -203,8 +214,10 @@ class Engine:
         A model that keeps state of its own can not share it, so there every answer computes the prompt for itself.
         """
         plan = self._model.plan(prompt)
-        with self._tokenizer_lock:
-            bad_words = encode_bad_words(self._tokenizer, sampling.bad_words)
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if sampling.bad_words:
+            with self._encoder_lock:
+                bad_words = encode_bad_words(self._encoder, sampling.bad_words)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         answers = [Fork(request_id if i == 0 else f"{request_id}#{i}", derive_seed(seed, i)) for i in range(sampling.n)]
         entries = []

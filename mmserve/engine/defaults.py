@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mmserve.types import SamplingParams
+from mmserve.errors import InvalidRequestError
+from mmserve.types import MIN_TEMPERATURE, SamplingParams
 
 __all__ = ["DEFAULT_MAX_TOKENS", "describe_defaults", "eos_token_ids", "resolve_sampling"]
 
@@ -36,12 +37,25 @@ def describe_defaults(generation_config: Any) -> dict[str, object]:
     return {name: getattr(resolved, name) for name in names} | {"end_token_ids": list(resolved.stop_token_ids)}
 
 
+def _valid(name: str, value: Any) -> Any:
+    """A config's value of one field, or None if a request could not have it."""
+    if value is None:
+        return None
+    if name == "temperature" and isinstance(value, float) and 0.0 < value < MIN_TEMPERATURE:
+        return 0.0
+    try:
+        return getattr(SamplingParams(**{name: value}), name)
+    except InvalidRequestError:
+        return None
+
+
 def resolve_sampling(params: SamplingParams, generation_config: Any) -> SamplingParams:
     """`params` with no field left at None that has a default; doing it twice changes nothing.
 
     A model whose config does not set `do_sample` is greedy unless the request gives a temperature. top_k, top_p
     and the rest apply only if the model's config or the request names them (transformers' own top_k of 50, which
-    no checkpoint asked for, does not). The model's end tokens join `stop_token_ids` unless `ignore_eos`.
+    no checkpoint asked for, does not). A value of the config that a request could not have is left out; a tiny
+    temperature is greedy. The model's end tokens join `stop_token_ids` unless `ignore_eos`.
 
     Args:
         params: As the user gave them.
@@ -52,7 +66,7 @@ def resolve_sampling(params: SamplingParams, generation_config: Any) -> Sampling
     def default(name: str, own: Any, fallback: Any) -> Any:
         value = getattr(params, name)
         if value is None:
-            value = _get(generation_config, own)
+            value = _valid(name, _get(generation_config, own))
         return fallback if value is None else value
 
     temperature = params.temperature

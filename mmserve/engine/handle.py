@@ -26,7 +26,7 @@ class RequestHandle:
 
     def __init__(self, request_id: str, abort: Callable[[RequestHandle], object]) -> None:
         self.request_id = request_id
-        self._abort = abort
+        self._abort: Callable[[RequestHandle], object] | None = abort
         self._future: concurrent.futures.Future[GenerationOutput] = concurrent.futures.Future()
         self._future.set_running_or_notify_cancel()
         self._changed = threading.Condition()
@@ -42,8 +42,9 @@ class RequestHandle:
 
     def abort(self) -> None:
         """Give the request up. `result` then raises RequestAborted, unless it was done before."""
-        if not self.done:
-            self._abort(self)
+        abort = self._abort
+        if abort is not None and not self.done:
+            abort(self)
 
     def result(self, timeout: float | None = None) -> GenerationOutput:
         """Wait for the answer.
@@ -121,6 +122,7 @@ class RequestHandle:
         with self._changed:
             self._deltas.append(delta)
             self._future.set_result(output)
+            self._abort = None  # leads to the engine, which a request that is over must not keep alive
             self._notify()
 
     def fail(self, error: Exception) -> None:
@@ -128,6 +130,7 @@ class RequestHandle:
         with self._changed:
             if not self._future.done():
                 self._future.set_exception(error)
+                self._abort = None
                 self._notify()
 
     def _notify(self) -> None:

@@ -110,7 +110,7 @@ class EngineLoop:
             request_id = submission.ticket.request_id
             if request_id in self._open:
                 raise InvalidRequestError(f"a request with id {request_id!r} is still running")
-            waiting = self._scheduler.num_waiting + len(self._inbox)
+            waiting = self._num_submitted() + self._num_tickets_waiting()
             if waiting >= self._max_queue:
                 raise Overloaded(f"{waiting} requests are waiting and max_queue is {self._max_queue}: try later")
             self._open[request_id] = submission.ticket
@@ -135,8 +135,8 @@ class EngineLoop:
     def stats(self) -> dict[str, Any]:
         """Numbers right now."""
         with self._lock:
-            inbox = sum(isinstance(item, Submission) for item in self._inbox)
-        return self._stats.snapshot(self._scheduler, inbox)
+            inbox = self._num_submitted()
+        return self._stats.snapshot(self._scheduler, inbox, time.monotonic())
 
     def close(self) -> None:
         """End the thread after the step it is in. Whoever waits hears PipelineClosedError. Twice is fine."""
@@ -145,6 +145,15 @@ class EngineLoop:
             self._lock.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _num_submitted(self) -> int:
+        """Requests in the inbox (aborts wait for nothing); under the lock."""
+        return sum(isinstance(item, Submission) for item in self._inbox)
+
+    def _num_tickets_waiting(self) -> int:
+        """Requests of callers in the scheduler's line; several answers of one, each in line by itself, are one."""
+        ids = self._scheduler.waiting_ids()
+        return len({id(ticket) for request_id in ids if (ticket := self._tickets.get(request_id)) is not None})
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -159,12 +168,13 @@ class EngineLoop:
         self._end()
 
     def _step(self) -> None:
+        began = time.monotonic()
         batch = self._scheduler.schedule()
         if not (batch.chunks or batch.finished):
             raise RuntimeError("requests are waiting but nothing can be scheduled: the scheduler's books are wrong")
         output = self._runner.run(batch)
         self._scheduler.update(batch, output)
-        self._deliver(batch, output)
+        self._deliver(batch, output, began)
 
     def _take_inbox(self) -> bool:
         """Take in what callers have asked for, waiting for it if there is nothing else to do; False to end."""
@@ -199,26 +209,28 @@ class EngineLoop:
             self._deadlines = [entry for entry in self._deadlines if not entry[-1].closed]
             heapq.heapify(self._deadlines)
 
-    def _deliver(self, batch: ScheduledBatch, output: StepOutput) -> None:
-        """Hand a step's tokens and failures to their owners."""
+    def _deliver(self, batch: ScheduledBatch, output: StepOutput, began: float) -> None:
+        """Hand the tokens and failures of a step that `began` then to their owners."""
         now = time.monotonic()
-        self._stats.record(batch, output, now)
+        self._stats.record(batch, output, began, now)
         for new in batch.new:
             request, answers = self._scheduler.get(new.request_id), self._tickets[new.request_id].answers
             for answer_id in (new.request_id, *(fork.request_id for fork in new.forks)):
-                answers[answer_id].first_scheduled = now
+                answers[answer_id].first_scheduled = began
                 answers[answer_id].num_cached = request.num_cached if request is not None else 0
         for request_id, seconds in output.encode_seconds.items():
             for answer in self._tickets[request_id].answers.values():
                 answer.encode_seconds += seconds
         for request_id, report in output.prompt_reports.items():
             self._tickets[request_id].answers[request_id].take_prompt_report(report)
-        for answer_id, token in output.sampled.items():
-            if self._tickets[answer_id].take(answer_id, token, now):
-                self._finish(answer_id)
+        # One answer's failure is that of all answers to its request, so their tokens find no ticket any more.
         for answer_id, error in output.failed.items():
             if answer_id in self._tickets:
                 self._fail(self._tickets[answer_id], error, poisoned=True)
+        for answer_id, token in output.sampled.items():
+            ticket = self._tickets.get(answer_id)
+            if ticket is not None and ticket.take(answer_id, token, now):
+                self._finish(answer_id)
 
     def _finish(self, answer_id: str) -> None:
         self._scheduler.finish(answer_id)
@@ -245,7 +257,7 @@ class EngineLoop:
             del self._open[ticket.request_id]
 
     def _end(self) -> None:
-        """The thread's last act: nobody is left waiting."""
+        """The thread's last act: nobody is left waiting, and the model keeps nothing of anyone."""
         with self._lock:
             self._closing = True
             tickets = list(self._open.values())
@@ -254,6 +266,7 @@ class EngineLoop:
         for ticket in tickets:
             error: EngineError = PipelineClosedError("the engine was closed before the answer was there")
             ticket.handle.fail(self._death_notice() if self._death is not None else error)
+        self._runner.close()
 
     def _death_notice(self) -> EngineDeadError:
         notice = EngineDeadError(f"the engine has died: {type(self._death).__name__}: {self._death}")

@@ -116,6 +116,13 @@ class ModelRunner:
             output.sampled, output.failed, output.prompt_reports, output.image_bytes, output.encode_seconds
         )
 
+    def close(self) -> None:
+        """Let the model let go of all requests. No step comes after it; twice is fine."""
+        request_ids = tuple(self._records)
+        self._records.clear()
+        if self._model.needs_sequences and request_ids:
+            self._model.release(request_ids)
+
     # -- coming and going -----------------------------------------------------------------------
 
     def _take_in(self, batch: ScheduledBatch) -> None:
@@ -217,6 +224,9 @@ class ModelRunner:
         )
         try:
             logits = self._model.forward(packed)
+            wanted = len(packed.logit_indices)
+            if len(logits) != wanted:
+                raise ModelOutputError(f"the model gave {len(logits)} rows of logits, but {wanted} were asked for")
         except RequestError as error:
             if len(chunks) > 1:
                 raise
@@ -257,6 +267,8 @@ class ModelRunner:
                 else:
                     output.failed[group[0].request_id] = result
             if group[0].request_id in output.failed:
+                for record in group:
+                    output.sampled.pop(record.request_id, None)
                 for record in group[1:]:
                     self._forget(record.request_id)
 

@@ -5,8 +5,9 @@ The order is that of transformers' `generate` (logits_process.py), so that equal
     bias -> repetition, presence, frequency penalties -> bad words -> end tokens before min_tokens -> allowed ids
          -> the caller's own processors -> temperature -> top_k -> top_p -> min_p -> choice
 
-Forbidden ids (placeholders, padded vocabulary) are never chosen. Log-probabilities that a request asks for are
-those of the model itself: `log_softmax` of the logits before any of the above.
+Forbidden ids (the model's placeholders) are never chosen; rows of the head that no token has are up to the model,
+as in `generate`. A row whose best score is not finite is its request's error. Log-probabilities that a request asks
+for are those of the model itself: `log_softmax` of the logits before any of the above.
 
 A random choice takes one number from (seed, index of the token in the answer), so it depends neither on the batch
 nor on preemption: the token is where that number falls in the running sum of the probabilities, in vocabulary order.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 
@@ -26,6 +28,10 @@ from mmserve.errors import RequestError
 from mmserve.types import SamplingParams
 
 __all__ = ["Sampler", "SequenceState", "describe_tokens"]
+
+_LARGEST = float(torch.finfo(torch.float32).max)
+_LEAST_TEMPERATURE = 1e-6
+"""What a smaller one is taken for: a number that float32 can divide by."""
 
 
 class SequenceState:
@@ -129,7 +135,7 @@ class Sampler:
             sequences: M states, told of their new token.
 
         Returns:
-            A token a row, or the error of a row whose options leave no token.
+            A token a row, or the error of a row whose options leave no token, or scores that are not numbers.
         """
         rows = self._rows_of(sequences)
         logprobs = torch.log_softmax(logits[rows.logprobs], dim=-1) if rows.logprobs else None
@@ -139,12 +145,17 @@ class Sampler:
         if len(self._forbidden):
             logits.index_fill_(1, self._forbidden, NEG_INF)
         best, chosen = logits.max(dim=-1)
+        hopeless = {row: value for row, value in enumerate(best.tolist()) if not isfinite(value)}
+        for row, value in hopeless.items():
+            errors.setdefault(row, _no_choice(value))
+        if hopeless:
+            logits[list(hopeless)] = 0.0
         if rows.random:
             chosen[rows.random] = self._draw(logits, sequences, rows)
         ids = chosen.tolist()
-        for row, value in enumerate(best.tolist()):
-            if value == NEG_INF:
-                errors.setdefault(row, RequestError("no token is left: the request's options forbid every one"))
+        for row, token_id in enumerate(ids):
+            if not 0 <= token_id < self._vocab_size:
+                errors.setdefault(row, RequestError("no token could be chosen from this request's scores"))
         tokens = [SampledToken(token_id) for token_id in ids]
         if logprobs is not None:
             counts = [sequences[row].params.logprobs or 0 for row in rows.logprobs]
@@ -187,7 +198,9 @@ class Sampler:
 
     def _draw(self, logits: torch.Tensor, sequences: Sequence[SequenceState], rows: _Rows) -> torch.Tensor:
         """Ids int64 [R] of the rows that choose at random."""
-        scores = logits[rows.random] / rows.temperature
+        scores = logits[rows.random]
+        # Relative to the best, so that a low temperature makes none of them infinite.
+        scores = (scores - scores.amax(dim=-1, keepdim=True)) / rows.temperature
         numbers = [uniform(s.seed, s.num_generated) for s in (sequences[row] for row in rows.random)]
         return choose(scores, rows.top_k, rows.top_p, rows.min_p, self._tensor(numbers, torch.float64))
 
@@ -226,7 +239,7 @@ class Sampler:
             return [row for row, p in enumerate(params) if test(p)]
 
         def column(numbers: Sequence[float | int | None], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return self._tensor(numbers, dtype).unsqueeze(-1)
+            return self._tensor([_float32(x) if isinstance(x, float) else x for x in numbers], dtype).unsqueeze(-1)
 
         repeated = where(lambda p: p.repetition_penalty != 1.0)
         counted = where(lambda p: p.presence_penalty or p.frequency_penalty)
@@ -244,8 +257,8 @@ class Sampler:
             allowed=self._allowed([params[r].allowed_token_ids or () for r in limited]) if limited else None,
             min_tokens=where(lambda p: p.min_tokens and p.stop_token_ids),
             random=random,
-            temperature=column([params[r].temperature for r in random]),
-            top_k=column([params[r].top_k or self._vocab_size for r in random], torch.int64),
+            temperature=column([max(params[r].temperature or 0.0, _LEAST_TEMPERATURE) for r in random]),
+            top_k=column([min(params[r].top_k or self._vocab_size, self._vocab_size) for r in random], torch.int64),
             top_p=column([params[r].top_p for r in random]),
             min_p=column([params[r].min_p for r in random]),
             logprobs=where(lambda p: p.logprobs is not None),
@@ -253,7 +266,7 @@ class Sampler:
         )
 
     def _biases(self, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        cells = [(row, token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias.items()]
+        cells = [(row, token, _float32(bias)) for row, p in enumerate(params) for token, bias in p.logit_bias.items()]
         if not cells:
             return None
         rows, columns, biases = zip(*cells, strict=True)
@@ -267,6 +280,17 @@ class Sampler:
 
     def _tensor(self, values: object, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def _float32(number: float) -> float:
+    """The number, or the float32 nearest to it if it is beyond them: a tensor of that could not be made."""
+    return min(max(number, -_LARGEST), _LARGEST)
+
+
+def _no_choice(best: float) -> RequestError:
+    if best == NEG_INF:
+        return RequestError("no token is left: the request's options forbid every one")
+    return RequestError(f"the request's options make its best score {best}")
 
 
 def describe_tokens(logprobs: torch.Tensor, ids: Sequence[int], counts: Sequence[int]) -> list[SampledToken]:

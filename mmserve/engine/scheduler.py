@@ -95,6 +95,10 @@ class Scheduler:
         """Requests with blocks."""
         return len(self._running)
 
+    def waiting_ids(self) -> list[str]:
+        """Ids of the requests without blocks, as they are now; from any thread."""
+        return [request.request_id for request in self._waiting.copy()]
+
     def has_work(self) -> bool:
         """Whether a step would do anything: compute, or tell the runner what to forget."""
         return bool(self._running or self._waiting or self._finished)

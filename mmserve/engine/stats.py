@@ -5,7 +5,7 @@ finished, failed        requests that ended with an answer; without one (aborted
 steps                   steps done
 computed_tokens         prompt and generated tokens computed, after a preemption again
 generated_tokens        tokens sampled
-tokens_per_second       of those, over the last 256 steps
+tokens_per_second       of those, over the time that the last 256 steps took; 0 after 10 seconds without a step
 preemptions             times that a request lost its blocks to an older one
 blocks, blocks_held, blocks_cached      of the cache: all; in use; free but with content that can be found
 prefix_hit_rate         share of prompt tokens that were found in the cache
@@ -27,6 +27,9 @@ __all__ = ["StatsRecorder"]
 _WINDOW = 256
 """Steps over which rates are taken."""
 
+_IDLE_SECONDS = 10.0
+"""Seconds after a step for which its rate is still a rate of now."""
+
 
 class StatsRecorder:
     """Counts what steps do; read from other threads, each number whole by itself."""
@@ -37,17 +40,19 @@ class StatsRecorder:
         self._steps = 0
         self._computed = 0
         self._generated = 0
-        self._window: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+        self._window: deque[tuple[float, int]] = deque(maxlen=_WINDOW)  # seconds and tokens of a step
+        self._last_end = 0.0
 
-    def record(self, batch: ScheduledBatch, output: StepOutput, now: float) -> None:
-        """Count one step that ended at `now` seconds."""
+    def record(self, batch: ScheduledBatch, output: StepOutput, began: float, ended: float) -> None:
+        """Count one step that lasted from `began` to `ended`, on the clock of `time.monotonic()`."""
         self._steps += 1
         self._computed += sum(chunk.num_tokens for chunk in batch.chunks)
         self._generated += len(output.sampled)
-        self._window.append((now, len(output.sampled)))
+        self._window.append((ended - began, len(output.sampled)))
+        self._last_end = ended
 
-    def snapshot(self, scheduler: Scheduler, inbox: int) -> dict[str, Any]:
-        """All numbers, as the module's head describes them; rates are 0 before anything was counted."""
+    def snapshot(self, scheduler: Scheduler, inbox: int, now: float) -> dict[str, Any]:
+        """All numbers at `now`, as the module's head describes them; rates are 0 before anything was counted."""
         pool, ledger = scheduler.blocks.pool, scheduler.images.ledger
         return {
             "waiting": scheduler.num_waiting + inbox,
@@ -57,7 +62,7 @@ class StatsRecorder:
             "steps": self._steps,
             "computed_tokens": self._computed,
             "generated_tokens": self._generated,
-            "tokens_per_second": self._rate(),
+            "tokens_per_second": self._rate(now),
             "preemptions": scheduler.num_preemptions,
             "blocks": pool.num_blocks,
             "blocks_held": pool.num_held,
@@ -69,11 +74,12 @@ class StatsRecorder:
             "image_hit_rate": 1.0 - _share(scheduler.images.num_encodes, scheduler.images.num_uses, empty=1),
         }
 
-    def _rate(self) -> float:
+    def _rate(self, now: float) -> float:
         window = list(self._window)
-        if len(window) < 2 or window[-1][0] <= window[0][0]:
+        seconds = sum(lasted for lasted, _ in window)
+        if now - self._last_end > _IDLE_SECONDS or seconds <= 0.0:
             return 0.0
-        return sum(count for _, count in window[1:]) / (window[-1][0] - window[0][0])
+        return sum(count for _, count in window) / seconds
 
 
 def _share(part: int, whole: int, empty: float = 0.0) -> float:

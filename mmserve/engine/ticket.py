@@ -60,5 +60,7 @@ class Ticket:
         """All answers have ended: hand them over."""
         first, *others = (self._outputs[answer_id] for answer_id in self.answers)
         assert self._last_delta is not None
-        output = first.model_copy(update={"others": tuple(others)}) if others else first
+        # The prompt was computed once, and reported on to the first answer.
+        shared = tuple(other.model_copy(update={"prompt_logprobs": first.prompt_logprobs}) for other in others)
+        output = first.model_copy(update={"others": shared}) if shared else first
         self.handle.finish(self._last_delta.model_copy(update={"output": output}), output)

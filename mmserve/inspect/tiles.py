@@ -28,30 +28,41 @@ class Normalization:
         return cls(tuple(mean_and_std[0]), tuple(mean_and_std[1]))
 
 
-def tile_pictures(tensors: Mapping[str, torch.Tensor], normalization: Normalization) -> list[Image.Image]:
+def tile_pictures(
+    tensors: Mapping[str, torch.Tensor], normalization: Normalization, geometry: tuple[int, int, int] | None
+) -> list[Image.Image]:
     """The pictures in an image's `pixel_values`; empty if they are laid out in a way that is not known here.
 
     Known are tiles `[..., 3, height, width]`, and rows of flattened patches `[N, 3 * frames * P * P]` with their
     `image_grid_thw`, as Qwen2-VL and its kin have them.
+
+    Args:
+        tensors: The image's. normalization: How its pixel values came about.
+        geometry: Side and frames of a patch, and patches a side that are merged; None: the processor does not say.
     """
     pixels = tensors.get("pixel_values")
     if pixels is None:
         return []
     if pixels.ndim >= 4 and pixels.shape[-3] == len(normalization.mean):
+        if geometry is not None and tuple(pixels.shape[-2:]) == (geometry[0], geometry[0]):
+            return []  # single patches, in an order that is not known
         tiles = pixels.reshape(-1, *pixels.shape[-3:])
         return [_picture(tile, normalization) for tile in tiles]
     grid = tensors.get("image_grid_thw")
-    if pixels.ndim == 2 and grid is not None:
-        joined = _join_patches(pixels, [int(n) for n in grid.reshape(-1)[:3]], len(normalization.mean))
+    if pixels.ndim == 2 and grid is not None and geometry is not None:
+        joined = _join_patches(pixels, [int(n) for n in grid.reshape(-1)[:3]], len(normalization.mean), geometry)
         return [] if joined is None else [_picture(joined, normalization)]
     return []
 
 
-def _join_patches(rows: torch.Tensor, grid: Sequence[int], channels: int) -> torch.Tensor | None:
-    """The picture [C, height, width] of patches in blocks of 2 x 2, each of `C x frames x P x P` values."""
-    frames, merge = 2, 2
+def _join_patches(
+    rows: torch.Tensor, grid: Sequence[int], channels: int, geometry: tuple[int, int, int]
+) -> torch.Tensor | None:
+    """The picture [C, height, width] of patches in blocks of merge x merge, each of `C x frames x P x P` values."""
+    side, frames, merge = geometry
     _, height, width = grid
-    side = round((rows.shape[1] / (channels * frames)) ** 0.5)
+    if rows.shape[0] < height * width:
+        return None
     if channels * frames * side * side != rows.shape[1] or height % merge or width % merge:
         return None
     blocks = rows[: height * width].reshape(height // merge, width // merge, merge, merge, channels, frames, side, side)

@@ -94,7 +94,10 @@ def view_prompt(processor: PromptProcessor, prompt: ProcessedPrompt) -> PromptVi
     normalization = Normalization.of(processor.pixel_normalization)
     return PromptView(
         tokens=_tokens(processor.tokenizer, prompt),
-        images=tuple(_image(number, item, normalization) for number, item in enumerate(prompt.images, start=1)),
+        images=tuple(
+            _image(number, item, tile_pictures(item.tensors, normalization, processor.patch_geometry), processor)
+            for number, item in enumerate(prompt.images, start=1)
+        ),
     )
 
 
@@ -112,8 +115,8 @@ def _tokens(tokenizer: Any, prompt: ProcessedPrompt) -> tuple[TokenView, ...]:
     return tuple(TokenView(index, token, text, kind) for index, (token, text, kind) in enumerate(rows))
 
 
-def _image(number: int, item: ImageItem, normalization: Normalization) -> ImageView:
-    pictures = tile_pictures(item.tensors, normalization)
+def _image(number: int, item: ImageItem, pictures: list[Image.Image], processor: PromptProcessor) -> ImageView:
+    shares = _shares(item, len(pictures), processor.rows_per_tile)
     return ImageView(
         number=number,
         size=item.size,
@@ -122,16 +125,20 @@ def _image(number: int, item: ImageItem, normalization: Normalization) -> ImageV
         num_embeds=item.range.num_embeds,
         key=item.key,
         tensors={name: tuple(tensor.shape) for name, tensor in item.tensors.items()},
-        tiles=tuple(
-            TileView(picture, *tokens) for picture, tokens in zip(pictures, _shares(item, len(pictures)), strict=True)
-        ),
+        tiles=tuple(TileView(picture, *tokens) for picture, tokens in zip(pictures, shares, strict=True)),
     )
 
 
-def _shares(item: ImageItem, count: int) -> list[tuple[int | None, int | None]]:
-    """First and last token of each tile: rows in equal shares, in order; unknown where they do not divide."""
+def _shares(item: ImageItem, count: int, declared: int | None) -> list[tuple[int | None, int | None]]:
+    """First and last token of each tile, in order; unknown where the rows are not known to be in equal shares.
+
+    They are if there is one tile, if every tile takes the number of rows that the processor declares, or if tokens of
+    the prompt's structure part them into as many equal runs as there are tiles.
+    """
     positions = item.range.embed_positions()
-    if not count or len(positions) % count:
+    share = len(positions) // count if count else 0
+    runs = [start for start, before in zip(positions, (-2, *positions), strict=False) if start != before + 1]
+    parted = runs == list(positions[::share]) if share and len(runs) == count else False
+    if not share or share * count != len(positions) or not (count == 1 or share == declared or parted):
         return [(None, None)] * count
-    share = len(positions) // count
     return [(positions[i * share], positions[(i + 1) * share - 1]) for i in range(count)]

@@ -65,8 +65,12 @@ class GenerateModel:
         self._running: dict[str, _Generation] = {}
 
     def cache_spec(self) -> CacheSpec:
-        """A token's worth of nothing: blocks are counted by the engine, keys and values are kept here."""
-        return CacheSpec(layers=(LayerCacheSpec(1, 1, 1),), dtype=torch.float32)
+        """The least there can be: blocks are counted by the engine, in the size of what is kept here."""
+        return CacheSpec(
+            layers=(LayerCacheSpec(1, 1, 1),),
+            dtype=torch.float32,
+            kept_elsewhere=_bytes_a_token(self._model.config, self._model.get_input_embeddings().weight.dtype),
+        )
 
     def bind_cache(self, caches: Sequence[LayerCache]) -> None:
         """Not used: each request has a cache of its own."""
@@ -120,6 +124,17 @@ class GenerateModel:
         for token in tokens:
             logits = generation.resume(token)
         return logits
+
+
+def _bytes_a_token(config: Any, dtype: torch.dtype) -> int:
+    """Keys and values of one token by the text config's numbers; state of another kind counts as if it were these."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None) or 1
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or (getattr(text, "hidden_size", None) or heads) // heads
+    layers = getattr(text, "num_hidden_layers", None) or 1
+    numbers = [n if isinstance(n, int) else max(n, default=1) for n in (layers, kv_heads, size)]
+    return 2 * numbers[0] * numbers[1] * numbers[2] * dtype.itemsize
 
 
 class _Stopped(BaseException):

@@ -39,15 +39,20 @@ class LayerCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """All layers that keep keys and values, in cache order, and the dtype they are kept in."""
+    """All layers that keep keys and values, in cache order, and the dtype they are kept in.
+
+    Attributes:
+        kept_elsewhere: Bytes a token that the model keeps outside of these layers: they count where blocks are counted.
+    """
 
     layers: tuple[LayerCacheSpec, ...]
     dtype: torch.dtype
+    kept_elsewhere: int = 0
 
     def bytes_per_token(self) -> int:
-        """Cache bytes that one token takes over all layers."""
+        """Bytes that one token takes: over all layers, and elsewhere."""
         values = sum(layer.num_kv_heads * (layer.head_size + layer.value_size) for layer in self.layers)
-        return values * self.dtype.itemsize
+        return values * self.dtype.itemsize + self.kept_elsewhere
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,14 @@ def resolve_model_folder(model: str | Path, revision: str | None = None, *, trus
         ConfigError: `revision` is given for a folder.
         ModelNotFoundError: There is no such folder, it holds no config.json, or the hub does not give it.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(model).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (TypeError, OSError, RuntimeError, ValueError) as error:
+        raise ModelNotFoundError(
+            f"{str(model)[:100]!r} is no model folder and no hub id: {str(error)[:100]}"
+        ) from error
+    if is_folder:
         if not (folder / "config.json").is_file():
             raise ModelNotFoundError(
                 f"{str(folder)!r} holds no config.json: name the folder that save_pretrained() wrote"
@@ -36,7 +42,7 @@ def resolve_model_folder(model: str | Path, revision: str | None = None, *, trus
         if revision is not None:
             raise ConfigError(f"revision {revision!r} is for a hub id, and {str(folder)!r} is a folder")
         return folder
-    if folder.exists():
+    if exists:
         raise ModelNotFoundError(f"{str(folder)!r} is a file: name the model's folder, the one with config.json")
     name = str(model)
     if not _HUB_ID.fullmatch(name):

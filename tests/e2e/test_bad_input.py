@@ -188,6 +188,23 @@ def test_a_model_of_an_unknown_architecture(broken: Path) -> None:
         MMPipeline(broken)
 
 
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        {"temperature": "hot"},
+        {"temperature": -3.0},
+        {"top_k": -5},
+        {"max_new_tokens": "abc"},
+        {"repetition_penalty": 1e-40},
+    ],
+)
+def test_a_model_whose_generation_defaults_can_not_be(broken: Path, defaults: dict[str, object]) -> None:
+    file = broken / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "do_sample": True, **defaults}))
+    with pytest.raises(ModelLoadError, match=r"generation_config"):
+        MMPipeline(broken)
+
+
 def test_a_hub_id_without_network() -> None:
     with pytest.raises(ModelNotFoundError, match="hub"):
         MMPipeline("nobody/no-such-model-anywhere")

@@ -68,6 +68,32 @@ def test_demo_saves_pictures_and_a_sheet(user_folder: Path) -> None:
     assert len(list((user_folder / "shown").glob("picture-*.png"))) == sum(len(s.pictures) for s in demo_scenes())
 
 
+def test_inspect_shows_tokens_and_tiles_as_table_json_and_picture(user_folder: Path) -> None:
+    ask = ("inspect", "--image", "photo.jpg", "--image", "other.jpg", "--prompt", "Which image has a star?")
+    table = _run(*ask)
+    assert table.exit_code == 0, table.output
+    shown = json.loads(_run(*ask, "--json").output)
+    kinds = [token["kind"] for token in shown["tokens"]]
+    for number, image in enumerate(shown["images"], start=1):
+        span = kinds[image["offset"] : image["offset"] + image["length"]]
+        assert set(span) == {"image", "structure"}
+        assert span.count("image") == image["rows"]
+        assert f"image {number}" in table.output
+        tokens = [(tile["first_token"], tile["last_token"]) for tile in image["tiles"]]
+        assert tokens == sorted(tokens)
+        assert sum(last - first + 1 for first, last in tokens) == image["rows"]
+    assert _run(*ask, "--out", "sheet.png").exit_code == 0
+    with Image.open("sheet.png") as sheet:
+        assert sheet.width > 1000
+
+
+def test_bench_ends_in_one_line_of_json() -> None:
+    for arguments in (("scheduler", "--sequences", "4"), ("processors", "--images", "2")):
+        result = _run("bench", *arguments)
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.output.strip().splitlines()[-1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -77,6 +103,7 @@ def test_demo_saves_pictures_and_a_sheet(user_folder: Path) -> None:
         (["generate", "--prompt", "x", "--model", "./nowhere"], "there is no folder"),
         (["generate", "--prompt", "x", "--dtype", "float31"], "float31"),
         (["fixtures", "check", "nowhere"], "there is no fixture folder"),
+        (["inspect", "--image", "photo.jpg", "--out", "no/such/folder/sheet.png"], "sheet.png"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_status_1(user_folder: Path, arguments: list[str], message: str) -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from mmserve import GenerationOutput, GenerationRequest, MMPipeline, SamplingParams
 from mmserve.demo.pictures import Shape, draw_shapes
-from mmserve.errors import PipelineClosedError, RequestAborted
+from mmserve.errors import DeadlineExceeded, PipelineClosedError, RequestAborted
 
 STAR = draw_shapes((Shape("star", "yellow", "top left"),))
 CIRCLE = draw_shapes((Shape("circle", "red", "right"),))
@@ -115,9 +115,47 @@ def test_deltas_add_up_and_the_last_one_has_the_output(pipe: MMPipeline, expecte
 def test_leaving_a_stream_aborts_it(pipe: MMPipeline) -> None:
     stream = pipe.stream(STAR, QUESTION, max_tokens=500, ignore_eos=True)
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     pipe.generate(STAR, QUESTION)
     assert pipe.stats()["running"] == 0
+
+
+def test_letting_go_of_a_stream_aborts_it_even_before_its_first_delta(pipe: MMPipeline) -> None:
+    stream = pipe.stream(STAR, QUESTION, max_tokens=500, ignore_eos=True)
+    del stream
+    pipe.generate(STAR, QUESTION, max_tokens=2)
+    assert pipe.stats()["running"] == 0
+
+
+def test_a_timeout_counts_from_the_call(pipe: MMPipeline) -> None:
+    with pytest.raises(DeadlineExceeded):
+        pipe.generate(STAR, QUESTION, timeout=1e-4)
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(pipe.agenerate(STAR, QUESTION, timeout=1e-4))
+
+
+def test_cancelling_a_task_aborts_its_request(pipe: MMPipeline) -> None:
+    async def cancelled(delay: float) -> None:
+        task = asyncio.create_task(pipe.agenerate(STAR, QUESTION, max_tokens=500, ignore_eos=True))
+        await asyncio.sleep(delay)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    for delay in (0.0, 0.2):  # while the image is processed, and while tokens are made
+        asyncio.run(cancelled(delay))
+    pipe.generate(CIRCLE, QUESTION, max_tokens=2)
+    assert pipe.stats()["running"] == 0
+
+
+def test_closing_in_the_middle_of_everything_is_one_error_for_all() -> None:
+    pipe = MMPipeline(dtype="float32", num_blocks=64, preprocess_threads=1)
+    with ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(pipe.generate, STAR, QUESTION, max_tokens=400, ignore_eos=True) for _ in range(6)]
+        pipe.close()
+        for future in asked:
+            with pytest.raises((PipelineClosedError, RequestAborted)):
+                future.result(timeout=60)
 
 
 def test_sampling_with_a_seed_is_the_same_in_any_company(pipe: MMPipeline) -> None:

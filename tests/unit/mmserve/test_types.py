@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -22,13 +23,24 @@ from mmserve.types import GenerationRequest, ImageInput, ImagePart, Message, Sam
         ("max_tokens", -1),
         ("min_tokens", -1),
         ("temperature", -0.1),
+        ("max_tokens", 2**31),
+        ("min_tokens", 2**31),
         ("temperature", float("nan")),
+        ("temperature", 1e-38),
+        ("temperature", 1e-50),
         ("top_k", -1),
+        ("top_k", 2**63),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("min_p", -0.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-40),
+        ("repetition_penalty", float("inf")),
         ("presence_penalty", 2.1),
+        ("logit_bias", {1: float("inf")}),
+        ("logit_bias", {1: float("-inf")}),
+        ("logit_bias", {1: float("nan")}),
+        ("logit_bias", {1: 1e39}),
         ("seed", -1),
         ("logprobs", 101),
         ("stop", ("",)),
@@ -86,6 +98,8 @@ def test_requests_are_frozen() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "not 'video'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text: Field required"),
         ({"prompt": "x", "timeout": 0}, "timeout"),
+        ({"prompt": "x", "timeout": float("inf")}, "timeout"),
+        ({"prompt": "x", "priority": 2**63}, "priority"),
         ({"prompt": "x", "images": [""]}, "an image needs a path"),
         ({"prompt": "x", "images": [None]}, "an image needs a path"),
     ],
@@ -165,3 +179,29 @@ def test_schemas_tell_a_reader_what_fields_mean() -> None:
     request = GenerationRequest.model_json_schema()
     assert request["additionalProperties"] is False
     assert "description" in request["$defs"]["ImageInput"]["properties"]["source"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SamplingParams(**{f"option_{i}": i for i in range(300)}),
+        lambda: SamplingParams(**{"x" * 5000: 1}),
+        lambda: SamplingParams(stop=[1] * 500),
+        lambda: GenerationRequest(prompt="x", images=[None] * 300),
+        lambda: GenerationRequest(messages=[{"role": "robot" * 100}] * 300),
+        lambda: Message(role="user", content=[{"type": "v" * 9000}]),
+        lambda: EngineConfig(**{f"option_{i}": i for i in range(300)}),
+    ],
+)
+def test_the_message_of_an_error_is_bounded(make: Callable[[], object]) -> None:
+    with pytest.raises((InvalidRequestError, ConfigError)) as caught:
+        make()
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "text", 5: "a"}, {"type": "image", 5: "a"}, {"type": "image_url", "image_url": {1: 2}}, 5, None]
+)
+def test_odd_parts_are_our_own_error(part: object) -> None:
+    with pytest.raises(InvalidRequestError):
+        Message(role="user", content=[part])

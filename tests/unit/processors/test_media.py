@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import struct
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote_from_bytes
 
@@ -15,7 +17,9 @@ import torch
 from pictures import noise
 from PIL import Image
 
-from processors import MediaError, MediaOptions, load_image
+from mmserve.assembly import load_processor
+from mmserve.config import EngineConfig
+from processors import MediaError, MediaOptions, PromptProcessor, load_image
 
 
 def _encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
@@ -399,3 +403,52 @@ def test_bad_data_urls_are_refused_with_a_short_message(url: str) -> None:
 def test_impossible_limits_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         MediaOptions(**options)  # type: ignore[arg-type]
+
+
+def test_limits_have_the_names_that_an_engine_gives_them() -> None:
+    """Messages name them: whoever reads one must find the option."""
+    names = {field.name for field in dataclasses.fields(MediaOptions)}
+    shared = {
+        "max_image_pixels", "max_image_bytes", "alpha_background", "allow_private_urls", "allowed_media_root",
+        "url_timeout",
+    }  # fmt: skip
+    assert shared <= names
+    assert shared <= set(EngineConfig.model_fields)
+
+
+def test_an_engines_limits_reach_its_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, object] = {}
+    monkeypatch.setattr(PromptProcessor, "from_pretrained", lambda _folder, **options: given.update(options))
+    config = EngineConfig(
+        max_image_pixels=5, max_image_bytes=6, allow_private_urls=True, allowed_media_root=tmp_path, url_timeout=2.5
+    )
+    load_processor(tmp_path, config)
+    assert given["media"] == MediaOptions(
+        max_image_pixels=5,
+        max_image_bytes=6,
+        allow_private_urls=True,
+        allowed_media_root=str(tmp_path),
+        url_timeout=2.5,
+    )
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_one_lazily_opened_picture_may_be_read_by_many_threads(tmp_path: Path, form: str) -> None:
+    file = tmp_path / "picture"
+    noise(600, 500, 3).save(file, form)
+    with Image.open(file) as picture:
+        expected = picture.convert("RGB").tobytes()
+    for _ in range(4):
+        lazy = Image.open(file)
+        with ThreadPoolExecutor(6) as threads:
+            read = list(threads.map(lambda _, lazy=lazy: load_image(lazy).tobytes(), range(6)))
+        lazy.close()
+        assert read == [expected] * 6
+
+
+def test_one_stream_may_be_read_by_many_threads() -> None:
+    buffer = io.BytesIO()
+    noise(300, 200, 4).save(buffer, "PNG")
+    with ThreadPoolExecutor(6) as threads:
+        read = list(threads.map(lambda _: load_image(buffer).tobytes(), range(24)))
+    assert set(read) == {noise(300, 200, 4).tobytes()}

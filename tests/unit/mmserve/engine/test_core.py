@@ -322,6 +322,73 @@ def test_callers_own_logits_processors() -> None:
         settle(engine)
 
 
+class Recorded(ByteTokenizer):
+    """Remembers which threads used this copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[str] = set()
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        self.threads.add(threading.current_thread().name)
+        return super().encode(text, add_special_tokens)
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
+        self.threads.add(threading.current_thread().name)
+        return super().decode(token_ids, skip_special_tokens)
+
+
+def test_bad_words_are_not_encoded_with_what_the_engines_thread_decodes_with() -> None:
+    engine = Engine(MockModel(), Recorded(), EngineConfig(block_size=4, num_blocks=64), identity="m")
+    try:
+        ask(engine, mock_prompt([65]), bad_words=("A",))
+        assert engine._decoder._tokenizer.threads == {"mmserve-engine"}  # type: ignore[attr-defined]
+    finally:
+        engine.close()
+
+
+def test_a_stop_string_that_only_the_end_settles_ends_the_answer() -> None:
+    with running(MockModel(script=[65, 66, 0xC3])) as engine:
+        output = ask(engine, mock_prompt([70]), max_tokens=3, stop=("B\ufffd",))
+        assert (output.text, output.finish_reason) == ("A", "stop")
+
+
+def test_end_ids_of_the_model_that_its_head_can_not_say_are_left_out() -> None:
+    config = EngineConfig(block_size=4, num_blocks=64)
+    engine = Engine(MockModel(), ByteTokenizer(), config, identity="m", generation_config={"eos_token_id": [257, 900]})
+    try:
+        assert ask(engine, mock_prompt([65]), min_tokens=2)
+        with pytest.raises(InvalidRequestError, match="stop_token_ids names id 900"):
+            ask(engine, mock_prompt([65]), stop_token_ids=(900,))
+    finally:
+        engine.close()
+
+
+def test_all_answers_share_the_report_on_the_prompt() -> None:
+    with running() as engine:
+        output = ask(engine, mock_prompt([65] * 6), n=3, prompt_logprobs=1)
+        assert output.prompt_logprobs is not None
+        assert any(output.prompt_logprobs)
+        assert all(other.prompt_logprobs == output.prompt_logprobs for other in output.others)
+
+
+def test_the_queue_is_what_came_before_the_first_step() -> None:
+    """Not the step itself; the wait for a worker that makes the prompt is part of it."""
+    with running(MockModel(forward_seconds=0.05)) as engine:
+        metrics = ask(engine, mock_prompt([65]), max_tokens=1).metrics
+        assert metrics.queue <= metrics.first_token - 0.05
+        called = time.monotonic() - 50
+        handle = engine.submit(mock_prompt([65]), SamplingParams(max_tokens=1), arrival=called, preprocess=20)
+        metrics = handle.result(WAIT).metrics
+        assert metrics.preprocess == 20
+        assert 30 <= metrics.queue <= metrics.first_token - 20 - 0.05
+
+
+def test_an_id_that_could_be_a_further_answers_is_refused() -> None:
+    with running() as engine, pytest.raises(InvalidRequestError, match="no '#'"):
+        engine.submit(mock_prompt([65]), request_id="mine#1")
+
+
 # -- failure --------------------------------------------------------------------------------------
 
 
@@ -403,6 +470,48 @@ def test_leaving_a_stream_early_aborts_and_frees(tokens_before: int) -> None:
             handle.result(WAIT)
         assert len(other.result(WAIT).token_ids) == 5
         settle(engine)
+
+
+def test_a_fork_that_fails_as_it_begins_fails_its_request() -> None:
+    """Even if the first answer ends with that very token."""
+    for max_tokens in (1, 4):
+        calls = iter(range(100))
+
+        def second_fails(_: torch.Tensor, scores: torch.Tensor, calls: Iterator[int] = calls) -> torch.Tensor:
+            if next(calls) == 1:
+                raise ValueError("boom")
+            return scores
+
+        with running() as engine:
+            sampling = SamplingParams(max_tokens=max_tokens, n=3)
+            handle = engine.submit(mock_prompt([65] * 6), sampling, logits_processors=[second_fails])
+            with pytest.raises(RequestError, match="boom"):
+                handle.result(20)
+            assert not list(handle._deltas)
+            assert not engine._loop._open
+            settle(engine)
+
+
+class Wasteful(MockModel):
+    """Gives more rows than it was asked for."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        logits = super().forward(batch)
+        return torch.cat([logits, logits])
+
+
+def test_wrong_numbers_of_logits_are_said_in_words() -> None:
+    with running(Wasteful()) as engine, pytest.raises(ModelOutputError, match="2 rows of logits, but 1 were"):
+        ask(engine, mock_prompt([65]))
+
+
+def test_an_abort_takes_no_place_in_the_queue() -> None:
+    with running(MockModel(forward_seconds=0.5), max_queue=2, max_num_seqs=1) as engine:
+        first = engine.submit(mock_prompt([65]), SamplingParams(max_tokens=50))
+        next(iter_without_abort(first))
+        for _ in range(5):
+            first.abort()
+        assert engine.submit(mock_prompt([65]), SamplingParams(max_tokens=1)).result(WAIT)
 
 
 def test_a_full_queue_refuses() -> None:

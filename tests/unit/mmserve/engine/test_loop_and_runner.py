@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 
 from mmserve.bench.scheduler import run as bench
 from mmserve.config import EngineConfig
+from mmserve.engine.batch import SampledToken, StepOutput
 from mmserve.engine.core import Engine, RequestHandle
 from mmserve.engine.loop import EngineLoop
 from mmserve.engine.random import derive_seed
 from mmserve.engine.runner import ModelRunner
-from mmserve.engine.scheduler import Scheduler
+from mmserve.engine.scheduler import Scheduler, SchedulerLimits
+from mmserve.engine.stats import StatsRecorder
 from mmserve.errors import EngineDeadError, InputError, InvalidRequestError, ModelOutputError, RequestAborted
 from mmserve.model.interface import ImageRows, PackedBatch
 from mmserve.testing import ByteTokenizer, MockModel, mock_image, mock_prompt
@@ -226,6 +229,80 @@ def test_dropping_the_engine_ends_its_thread_and_frees_it() -> None:
     gc.collect()
     thread.join(WAIT)
     assert not thread.is_alive()
+
+
+def test_a_finished_request_with_a_deadline_does_not_keep_its_engine() -> None:
+    engine = make(MockModel())
+    kept = engine.submit(mock_prompt([65]), SamplingParams(max_tokens=2), timeout=1000)
+    failed = engine.submit(mock_prompt([65]), SamplingParams(max_tokens=20), timeout=1000)
+    failed.abort()
+    assert kept.result(WAIT)
+    with pytest.raises(RequestAborted):
+        failed.result(WAIT)
+    thread = engine._loop._thread
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    thread.join(WAIT)
+    assert gone() is None
+    assert not thread.is_alive()
+    kept.abort()  # still harmless
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_model_with_state_of_its_own_keeps_nothing_after_the_end(dies: bool) -> None:
+    model = StatefulModel(forward_seconds=0.002, dies_on={91} if dies else ())
+    engine = make(model, num_blocks=64)
+    handle = engine.submit(mock_prompt([65] * 3), SamplingParams(max_tokens=100))
+    stream = iter(handle)
+    next(stream)
+    assert model.said
+    if dies:
+        engine.submit(mock_prompt([91]))
+        with pytest.raises(EngineDeadError):
+            handle.result(WAIT)
+    engine.close()
+    assert not model.said
+    assert engine._runner.num_requests == 0
+
+
+def test_a_model_with_state_of_its_own_refuses_a_report_on_the_prompt() -> None:
+    engine = make(StatefulModel())
+    try:
+        with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
+            engine.submit(mock_prompt([65] * 3), SamplingParams(prompt_logprobs=1))
+    finally:
+        engine.close()
+
+
+def test_answers_that_wait_one_by_one_are_one_request_in_the_queue() -> None:
+    engine = make(StatefulModel(forward_seconds=0.3), max_queue=2, max_num_seqs=1)
+    try:
+        several = engine.submit(mock_prompt([65]), SamplingParams(max_tokens=1, n=3))
+        while engine._scheduler.num_waiting + engine.stats()["steps"] < 2:
+            time.sleep(0.001)
+        assert engine.submit(mock_prompt([65]), SamplingParams(max_tokens=1)).result(WAIT)
+        assert len(several.result(WAIT).others) == 2
+    finally:
+        engine.close()
+
+
+def test_the_rate_counts_the_time_of_steps_and_not_between_them() -> None:
+    limits = SchedulerLimits(
+        block_size=4,
+        num_blocks=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        max_model_len=16,
+        max_images_per_step=1,
+        encoder_cache_memory=0,
+    )
+    scheduler = Scheduler(limits, None)
+    batch, stats = scheduler.schedule(), StatsRecorder()
+    for began in (100.0, 108.0):
+        stats.record(batch, StepOutput({"a": SampledToken(1)}), began, began + 0.5)
+    assert stats.snapshot(scheduler, 0, 109.0)["tokens_per_second"] == pytest.approx(2.0)
+    assert stats.snapshot(scheduler, 0, 1000.0)["tokens_per_second"] == 0.0
 
 
 def test_a_request_outlives_a_dropped_engine() -> None:

@@ -257,3 +257,56 @@ def test_choosing_from_the_likeliest_few_is_choosing_from_all(spread: float) -> 
     assert choose(scores, top_k, top_p, min_p, numbers).tolist() == inverse_cdf(filtered, numbers).tolist()
     alone = [choose(*(t[row : row + 1] for t in (scores, top_k, top_p, min_p, numbers))).item() for row in range(rows)]
     assert choose(scores, top_k, top_p, min_p, numbers).tolist() == alone
+
+
+def unchecked(**options: Any) -> SequenceState:
+    """Options that no request can have."""
+    params = resolve_sampling(SamplingParams(), None).model_copy(update=options)
+    return SequenceState(params, 0, (), [3], V, CPU)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_bias": {3: math.inf}},
+        {"logit_bias": {3: math.nan}, "temperature": 1.0},
+        {"logit_bias": {3: 1e39}, "temperature": 0.5},
+        {"logit_bias": {3: -1e39}, "temperature": 0.5},
+        {"temperature": 1e-38},
+        {"temperature": 1e-50, "top_k": 5, "top_p": 0.5},
+        {"temperature": 1e39},
+        {"temperature": 1.0, "top_k": 2**63},
+        {"repetition_penalty": 1e-40},
+        {"repetition_penalty": 1e-40, "temperature": 1.0, "top_k": 3},
+    ],
+)
+def test_options_beyond_all_bounds_harm_at_most_their_own_request(options: dict[str, Any]) -> None:
+    sampler = Sampler(V, (V - 1,), CPU)
+    logits = random_logits(3, seed=1) * 10
+    first, result, last = sampler.sample(logits.clone(), [state(), unchecked(**options), state(temperature=1.0)])
+    assert isinstance(result, RequestError) or 0 <= result.token_id < V - 1
+    expected = sampler.sample(logits.clone(), [state(), state(), state(temperature=1.0)])
+    assert (first, last) == (expected[0], expected[2])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.inf, math.nan, -math.inf])
+def test_a_row_without_a_finite_best_score_is_that_requests_error(value: float, temperature: float) -> None:
+    logits = random_logits(2, seed=2)
+    logits[0] = value
+    failed, fine = Sampler(V, (), CPU).sample(logits, [state(temperature=temperature), state(temperature=temperature)])
+    assert isinstance(failed, RequestError)
+    assert isinstance(fine, SampledToken)
+
+
+def test_the_lowest_temperature_takes_the_likeliest() -> None:
+    logits = random_logits(4, seed=3) * 1000
+    rows = [state(temperature=1e-3, seed=n) for n in range(4)]
+    assert tokens(Sampler(V, (), CPU).sample(logits.clone(), rows)) == logits.argmax(-1).tolist()
+
+
+def test_values_of_a_models_config_that_no_request_can_have_are_left_out() -> None:
+    config = {"do_sample": True, "temperature": 1e-6, "top_k": 2**63, "repetition_penalty": 0.0, "max_new_tokens": 0}
+    resolved = resolve_sampling(SamplingParams(), config)
+    assert (resolved.temperature, resolved.top_k, resolved.repetition_penalty) == (0.0, 0, 1.0)
+    assert resolved.max_tokens == 256

@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging
 
 from fixtures.tiny_models.families import FAMILIES
 from fixtures.tiny_models.family import build
-from mmserve.errors import BackendError, ConfigError, ModelNotFoundError, UnsupportedModelError, WeightsError
+from mmserve.errors import (
+    BackendError,
+    ConfigError,
+    ModelLoadError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    WeightsError,
+)
 from mmserve.model import load_model
+from mmserve.model.precision import resolve_device
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +155,54 @@ def test_wrong_shape(folder: Path) -> None:
 def test_options(whole: Path, options: dict[str, str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         load(whole, **options)
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1").index == 1
+    with pytest.raises(ConfigError, match=r"'cuda:7' was asked for, and there are 2"):
+        resolve_device("cuda:7")
+
+
+def test_a_device_that_is_too_small(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    with pytest.raises(ModelLoadError, match="can not be put on 'cpu': CUDA out of memory"):
+        load(whole)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"max_new_tokens": "many"}', '{"cache_implementation": 5}'])
+def test_a_damaged_generation_config_is_named(folder: Path, content: str) -> None:
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(UnsupportedModelError, match=r"generation_config\.json of .* can not be read"):
+        load(folder)
+
+
+def test_a_backend_can_not_be_forced_where_none_is_used(whole: Path) -> None:
+    with pytest.raises(BackendError, match=r"'reference' can not be forced: .*generate\(\)"):
+        load(whole, attention_backend="reference", path="generate")
+
+
+def test_loading_prints_nothing(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def hook(factory: Callable[..., object], args: tuple[object, ...], options: dict[str, object]) -> object:
+        return factory(*args, **options)
+
+    previous = logging.set_tqdm_hook(hook)
+    try:
+        load(whole)
+    finally:
+        restored = logging.set_tqdm_hook(previous)
+    assert restored is hook
+    assert capfd.readouterr() == ("", "")
+
+
+def test_blocks_are_counted_in_the_size_of_what_generate_keeps(whole: Path) -> None:
+    """Two layers' keys and values, not the least that a spec can say: 2 million blocks in a gigabyte."""
+    model = load_model(whole, block_size=16, device="cpu", dtype="float32", path="generate")
+    text = json.loads((whole / "config.json").read_text())["text_config"]
+    size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    kept = 2 * text["num_hidden_layers"] * text["num_key_value_heads"] * size * 4
+    assert kept <= model.cache_spec().bytes_per_token() <= kept + 8

@@ -8,7 +8,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from mmserve.errors import ModelNotFoundError
+from mmserve.assembly import resolve_folder
+from mmserve.errors import ConfigError, ModelNotFoundError
 from mmserve.model.source import resolve_model_folder
 
 
@@ -52,3 +53,23 @@ def test_a_hub_id_resolves_to_the_hubs_folder_without_pickled_weights(
     assert asked["name"] == "owner/name"
     assert asked["revision"] == "v1"
     assert not any("bin" in str(pattern) for pattern in asked["allow_patterns"])  # type: ignore[attr-defined]
+
+
+def test_python_files_are_fetched_only_for_remote_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[list[str]] = []
+
+    def download(name: str, **options: object) -> str:
+        asked.append(list(options["allow_patterns"]))  # type: ignore[call-overload]
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_folder("owner/name")
+    resolve_folder("owner/name", "main", trust_remote_code=True)
+    assert ["*.py" in patterns for patterns in asked] == [False, True]
+
+
+def test_a_revision_without_a_hub_id_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for model in (tmp_path, None):
+        with pytest.raises(ConfigError, match="revision 'v1' is for a hub id"):
+            resolve_folder(model, "v1")
