@@ -11,6 +11,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from processors.errors import MediaError, shorten
+from processors.png import check_png
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -23,9 +24,6 @@ _FORMATS = (
     "SGI", "DDS", "QOI", "PSD", "XBM", "XPM",
 )  # fmt: skip
 """What is decoded. Left out is what starts other programs or only stubs: EPS (Ghostscript), WMF, FITS, HDF5, ..."""
-
-_PNG_START = b"\x89PNG\r\n\x1a\n"
-_PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 
 def broken() -> tuple[type[Exception], ...]:
@@ -55,8 +53,6 @@ def decode_image(data: bytes, background: tuple[int, int, int], max_image_pixels
 
     if not data:
         raise MediaError(f"{name} is empty (0 bytes)")
-    if data.startswith(_PNG_START) and _PNG_END not in data:
-        raise MediaError(f"{name} is cut off: its PNG end mark is missing")
     try:
         Image.init()
         image = Image.open(io.BytesIO(data), formats=[name for name in _FORMATS if name in Image.OPEN])
@@ -67,6 +63,9 @@ def decode_image(data: bytes, background: tuple[int, int, int], max_image_pixels
         raise MediaError(f"{name} is no image of a known format (it starts with {shorten(data[:16])})") from error
     except broken() as error:
         raise MediaError(f"{name} is damaged: {shorten(str(error))}") from error
+    if image.format == "PNG":
+        check_size(image, max_image_pixels, name)
+        check_png(data, name)
     return upright_rgb(image, background, max_image_pixels, name)
 
 

@@ -452,3 +452,25 @@ def test_one_stream_may_be_read_by_many_threads() -> None:
     with ThreadPoolExecutor(6) as threads:
         read = list(threads.map(lambda _: load_image(buffer).tobytes(), range(24)))
     assert set(read) == {noise(300, 200, 4).tobytes()}
+
+
+def test_a_png_with_any_flipped_bit_gives_the_same_picture_or_an_error() -> None:
+    picture = noise(40, 30, 5)
+    data = _encoded(picture)
+    refused = 0
+    for position in range(8, len(data), 7):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << (position % 8)
+        try:
+            read = load_image(bytes(damaged))
+        except MediaError:
+            refused += 1
+            continue
+        assert read.tobytes() == picture.tobytes(), position
+    assert refused > 0.9 * len(range(8, len(data), 7))
+
+
+@pytest.mark.parametrize("missing", [1, 4, 8, 12, 20])
+def test_a_png_that_lost_its_last_bytes_is_refused(missing: int) -> None:
+    with pytest.raises(MediaError, match="cut off"):
+        load_image(_encoded(noise(20, 20))[:-missing])
