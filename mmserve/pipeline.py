@@ -124,7 +124,7 @@ class MMPipeline:
             processor_options=processor_options,
             priority=priority,
             timeout=timeout,
-            sampling_options=sampling_options,
+            **sampling_options,
         )
         return self._run(request)
 
@@ -151,7 +151,7 @@ class MMPipeline:
             processor_options=processor_options,
             priority=priority,
             timeout=timeout,
-            sampling_options=sampling_options,
+            **sampling_options,
         )
         return self._run(request)
 
@@ -180,7 +180,7 @@ class MMPipeline:
             processor_options=processor_options,
             priority=priority,
             timeout=timeout,
-            sampling_options=sampling_options,
+            **sampling_options,
         )
         return DeltaStream(self._start(request))
 
@@ -188,14 +188,14 @@ class MMPipeline:
         self, image: Images | GenerationRequest, prompt: str | None = None, **options: Any
     ) -> GenerationOutput:
         """As `generate`, with the same options, awaited. Cancelling the task aborts the request."""
-        handle = await self._astart(_request_of(image, prompt, options))
+        handle = await self._astart(build_request(image, prompt, **options))
         return await handle.aresult()
 
     async def astream(
         self, image: Images | GenerationRequest, prompt: str | None = None, **options: Any
     ) -> AsyncIterator[StreamDelta]:
         """As `stream`, with the same options, for `async for`. The request starts with the first step of the loop."""
-        handle = await self._astart(_request_of(image, prompt, options))
+        handle = await self._astart(build_request(image, prompt, **options))
         try:
             async for delta in handle:
                 yield delta
@@ -392,15 +392,6 @@ def _bounded(timeout: float | None) -> float | None:
 
 def _too_late(request: GenerationRequest) -> DeadlineExceeded:
     return DeadlineExceeded(f"the request was still being processed after its timeout of {request.timeout} s")
-
-
-def _request_of(image: Images | GenerationRequest, prompt: str | None, options: dict[str, Any]) -> GenerationRequest:
-    """As `build_request`, from the options of an asynchronous call, call and sampling options mixed."""
-    defaults: dict[str, Any] = {
-        "sampling": None, "raw": False, "processor_options": None, "priority": 0, "timeout": None,
-    }  # fmt: skip
-    call = {name: options.pop(name, default) for name, default in defaults.items()}
-    return build_request(image, prompt, **call, sampling_options=options)
 
 
 def _outcome(begun: Future[RequestHandle], on_error: str) -> GenerationOutput | MMServeError:

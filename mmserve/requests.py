@@ -39,13 +39,14 @@ def as_request(value: RequestLike) -> GenerationRequest:
 def build_request(
     image: Images | GenerationRequest,
     prompt: str | None,
+    /,
     *,
-    sampling: SamplingParams | None,
-    raw: bool,
-    processor_options: Mapping[str, Any] | None,
-    priority: int,
-    timeout: float | None,
-    sampling_options: Mapping[str, Any],
+    sampling: SamplingParams | None = None,
+    raw: bool = False,
+    processor_options: Mapping[str, Any] | None = None,
+    priority: int = 0,
+    timeout: float | None = None,
+    **sampling_options: Any,
 ) -> GenerationRequest:
     """The request of one `generate` call; a whole request in place of the image stands alone.
 
@@ -70,12 +71,13 @@ def build_request(
 
 def chat_request(
     messages: Sequence[Message | Mapping[str, Any]],
+    /,
     *,
-    sampling: SamplingParams | None,
-    processor_options: Mapping[str, Any] | None,
-    priority: int,
-    timeout: float | None,
-    sampling_options: Mapping[str, Any],
+    sampling: SamplingParams | None = None,
+    processor_options: Mapping[str, Any] | None = None,
+    priority: int = 0,
+    timeout: float | None = None,
+    **sampling_options: Any,
 ) -> GenerationRequest:
     """The request of one `chat` call.
 

@@ -24,12 +24,10 @@ def test_anything_else_is_refused(value: object) -> None:
         as_request(value)  # type: ignore[arg-type]
 
 
-def _build(image: object, prompt: str | None = None, **changes: Any) -> GenerationRequest:
-    call: dict[str, Any] = {
-        "sampling": None, "raw": False, "processor_options": None, "priority": 0, "timeout": None,
-        "sampling_options": {},
-    }  # fmt: skip
-    return build_request(image, prompt, **{**call, **changes})
+def _build(
+    image: object, prompt: str | None = None, sampling_options: dict[str, Any] | None = None, **call: Any
+) -> GenerationRequest:
+    return build_request(image, prompt, **call, **(sampling_options or {}))
 
 
 def test_sampling_whole_or_by_options_but_not_both() -> None:
