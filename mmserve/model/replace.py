@@ -2,7 +2,7 @@
 
 Three kinds, all on the CPU and only where the kernels are compiled:
 
-    decoder layers    of the Llama kind, as one native call (`replace_decoder`)
+    decoder layers    of the Llama kind, each as one native call (`replace_decoder`), then all in one (`replace_stack`)
     linear layers     of the text model, products of few rows (`mmserve.kernels.linear`)
     vision towers     attention, activation, one tile at a time (`replace_tower`)
 """
@@ -20,6 +20,7 @@ from mmserve.attention.interface import AttentionSpec
 from mmserve.kernels.library import status
 from mmserve.kernels.linear import FewRowLinear
 from mmserve.model.replace_decoder import replace_decoder_layers
+from mmserve.model.replace_stack import replace_stack
 from mmserve.model.replace_tower import replace_tower
 
 __all__ = ["Replacement", "replace_layers"]
@@ -56,11 +57,16 @@ def replace_layers(
     if not state.native:
         return (Replacement("layers", 0, f"the kernels are not compiled: {state.reason}"),)
     layers, reason = replace_decoder_layers(model, specs, native)
+    stacked = []
+    if layers:
+        why_not = replace_stack(model, layers)
+        stacked.append(Replacement("all decoder layers in one call", 0 if why_not else 1, why_not))
     linears = [module for module in _text_linears(model) if FewRowLinear.declines(module) is None]
     for linear in linears:
         FewRowLinear.take_over(linear)
     return (
-        Replacement("decoder layers as one native call", layers, reason),
+        Replacement("decoder layers as one native call", len(layers), reason),
+        *stacked,
         Replacement("linear layers of the text model", len(linears), None if linears else "none is a plain Linear"),
         *(Replacement(what, count, why) for what, count, why in replace_tower(model)),
     )

@@ -21,7 +21,7 @@ from mmserve.attention.reference import ReferenceBackend
 from mmserve.kernels.decoder import DecoderWeights, NativeDecoderLayer
 from mmserve.model.text_attention import LayerBinding, PagedStep
 
-__all__ = ["replace_decoder_layers"]
+__all__ = ["replace_decoder_layers", "trial_metadata"]
 
 _TOLERANCE = 2e-4
 """Of a float32 layer's output, relative to its size; a rotation left out moves even near-uniform attention by more."""
@@ -29,8 +29,8 @@ _TOLERANCE = 2e-4
 
 def replace_decoder_layers(
     model: Any, specs: Mapping[nn.Module, AttentionSpec], native: frozenset[nn.Module]
-) -> tuple[int, str | None]:
-    """Replace the layers that can be; how many, and why the first that can not be stays.
+) -> tuple[Mapping[nn.Module, NativeDecoderLayer], str | None]:
+    """Replace the layers that can be; these, in order, and why the first that can not be stays.
 
     Layers that differ in nothing but their weights are tried once: the trial shows the structure.
     """
@@ -38,10 +38,10 @@ def replace_decoder_layers(
     rotary = getattr(decoder, "rotary_emb", None)
     layers = getattr(decoder, "layers", None)
     if rotary is None or not isinstance(layers, nn.ModuleList):
-        return 0, f"{type(decoder).__name__} has no list of layers with one rotary embedding"
+        return {}, f"{type(decoder).__name__} has no list of layers with one rotary embedding"
     tried: dict[object, str | None] = {}
     reasons = []
-    count = 0
+    replaced = {}
     layer: Any
     for layer in layers:
         reason = _unlike_llama(layer, specs, native)
@@ -54,9 +54,9 @@ def replace_decoder_layers(
             reasons.append(reason)
             continue
         spec = specs[layer.self_attn]
-        layer.forward = _forward(layer, NativeDecoderLayer(_fuse(layer), spec), spec.head_size)
-        count += 1
-    return count, reasons[0] if reasons else None
+        replaced[layer] = NativeDecoderLayer(_fuse(layer), spec)
+        layer.forward = _forward(layer, replaced[layer], spec.head_size)
+    return replaced, reasons[0] if reasons else None
 
 
 def _unlike_llama(layer: Any, specs: Mapping[nn.Module, AttentionSpec], native: frozenset[nn.Module]) -> str | None:
@@ -175,7 +175,7 @@ def _differs(layer: nn.Module, spec: AttentionSpec, rotary: nn.Module) -> str | 
     twin: Any = copy.deepcopy(layer).float()
     width = twin.input_layernorm.weight.shape[0]
     random = torch.Generator().manual_seed(0)
-    metadata, slots = _trial_metadata()
+    metadata, slots = trial_metadata()
     hidden = torch.randn(1, len(slots), width, generator=random)
     cos, sin = rotary(hidden, torch.tensor([[3, 0, 1, 2, 3, 4]]))
     if cos.shape != (1, len(slots), spec.head_size):
@@ -204,7 +204,7 @@ def _differs(layer: nn.Module, spec: AttentionSpec, rotary: nn.Module) -> str | 
     return None
 
 
-def _trial_metadata() -> tuple[AttentionMetadata, torch.Tensor]:
+def trial_metadata() -> tuple[AttentionMetadata, torch.Tensor]:
     """A token after three cached ones, and a prompt of five, over three blocks of four."""
     slots = torch.tensor([3, 8, 9, 10, 11, 4])
     metadata = AttentionMetadata(
