@@ -22,7 +22,7 @@ from mmserve.model.precision import Precision, resolve_device, resolve_precision
 from mmserve.model.probe import AttentionProfile, probe_attention
 from mmserve.model.proven import PROVEN
 from mmserve.model.refused import REFUSED
-from mmserve.model.selfcheck import check_agreement, plain_logits
+from mmserve.model.selfcheck import check_agreement, plain_logits, trial_batches
 from mmserve.model.spans import SpanRule
 
 if TYPE_CHECKING:
@@ -182,6 +182,8 @@ def _paged_model(
     replaced = _replace(model, layers) if replace else ()
     paged = _assemble(loaded, layers, profile.span_rule, replaced)
     check_agreement(paged, expected, block_size, dtype)
+    if replaced:
+        paged.skip_outer_modules(trial_batches(paged, block_size, loaded.device))
     return paged
 
 

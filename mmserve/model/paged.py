@@ -8,7 +8,7 @@ cache, and the indices of the positions whose logits are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,33 @@ class PagedLayer:
     module: nn.Module
     spec: AttentionSpec
     choice: BackendChoice
+
+
+_Forward = Callable[[torch.Tensor, torch.Tensor, PagedStep, torch.Tensor], torch.Tensor]
+"""embeds [1, T, W], position ids, step, indices int64 [M] -> logits [M, V]"""
+
+
+def _whole_model(model: Any) -> _Forward:
+    def run(embeds: torch.Tensor, position_ids: torch.Tensor, step: PagedStep, wanted: torch.Tensor) -> torch.Tensor:
+        output = model(
+            inputs_embeds=embeds, position_ids=position_ids, use_cache=False, logits_to_keep=wanted, paged=step
+        )
+        logits: torch.Tensor = output.logits[0]
+        # A few families take no logits_to_keep and compute them all.
+        return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
+
+    return run
+
+
+def _decoder_and_head(model: Any) -> _Forward:
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+
+    def run(embeds: torch.Tensor, position_ids: torch.Tensor, step: PagedStep, wanted: torch.Tensor) -> torch.Tensor:
+        output = decoder(inputs_embeds=embeds, position_ids=position_ids, use_cache=False, paged=step)
+        logits: torch.Tensor = head(output.last_hidden_state[0, wanted])
+        return logits
+
+    return run
 
 
 class PagedModel:
@@ -66,6 +93,8 @@ class PagedModel:
         self._num_embeddings: int = self._embed_tokens.weight.shape[0]
         self._rope_index = find_rope_index(model)
         self._bindings: Mapping[nn.Module, LayerBinding] = {}
+        self._run: _Forward = _whole_model(model)
+        self._forward_note = "the whole model"
 
     def cache_spec(self) -> CacheSpec:
         """The cache that the engine must provide."""
@@ -112,25 +141,42 @@ class PagedModel:
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits float32 [M, V] of `batch.logit_indices`, after the model's own scale and caps."""
         positions = batch.positions[:, None]
-        output = self._model(
-            inputs_embeds=self._embed(batch)[None],
-            position_ids=positions[0] if self._rope_index is None else positions,
-            use_cache=False,
-            logits_to_keep=batch.logit_indices,
-            paged=PagedStep(self._bindings, batch.attention, _text_inputs(batch)),
-        )
-        logits: torch.Tensor = output.logits[0]
-        if logits.shape[0] != batch.logit_indices.shape[0]:
-            # A few families take no logits_to_keep and compute them all.
-            logits = logits[batch.logit_indices]
-        return logits.float()
+        return self._run(
+            self._embed(batch)[None],
+            positions[0] if self._rope_index is None else positions,
+            PagedStep(self._bindings, batch.attention, _text_inputs(batch)),
+            batch.logit_indices,
+        ).float()
+
+    @torch.inference_mode()
+    def skip_outer_modules(self, trials: Sequence[PackedBatch]) -> None:
+        """From now on call the text model and the head alone, if that gives the same bits; `describe` says which.
+
+        What a multimodal model's own forward adds to them, once embeddings are made, is bookkeeping in most
+        families. Those that scale or cap logits, or feed layers on more than embeddings, differ and stay.
+
+        Args:
+            trials: Batches of text, over a cache that is bound.
+        """
+        expected = [self.forward(trial) for trial in trials]
+        whole, self._run = self._run, _decoder_and_head(self._model)
+        try:
+            same = all(torch.equal(self.forward(t), logits) for t, logits in zip(trials, expected, strict=True))
+            reason = None if same else "it does more than call its text model and head"
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            reason = f"its text model does not run by itself: {type(error).__name__}: {error}"
+        if reason is None:
+            self._forward_note = "text model and head, which give the same bits as the whole model"
+        else:
+            self._run = whole
+            self._forward_note = f"the whole model: {reason}"
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Nothing of a request is kept here."""
 
     def describe(self) -> Mapping[str, object]:
         """What was loaded, and which paths were chosen and why; JSON-friendly."""
-        return self._about
+        return {**self._about, "forward": self._forward_note}
 
     def _embed(self, batch: PackedBatch) -> torch.Tensor:
         """Embeddings [T, W] with the image rows in place.

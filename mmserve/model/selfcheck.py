@@ -17,7 +17,7 @@ from mmserve.errors import UnsupportedModelError
 from mmserve.model.interface import Model, PackedBatch
 from processors.types import ProcessedPrompt
 
-__all__ = ["check_agreement", "plain_logits"]
+__all__ = ["check_agreement", "plain_logits", "trial_batches"]
 
 _LENGTH = 8
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
@@ -44,23 +44,28 @@ def check_agreement(model: Model, expected: torch.Tensor, block_size: int, dtype
     Raises:
         UnsupportedModelError: The logits are not those of the plain model.
     """
-    ids = _trial_ids(model.vocab_size)
-    spec = model.cache_spec()
-    blocks = -(-_LENGTH // block_size)
-    device = expected.device
-    model.bind_cache(allocate(spec.layers, num_blocks=blocks, block_size=block_size, dtype=spec.dtype, device=device))
-    plan = model.plan(ProcessedPrompt(token_ids=tuple(ids)))
-    half = _LENGTH // 2 if not plan.spans else _LENGTH
-    found = []
-    for start, stop in ((0, half), (half, _LENGTH)):
-        if stop > start:
-            found.append(model.forward(_batch(ids, plan.positions_at(start, stop), start, stop, plan.spans, device)))
+    found = [model.forward(batch) for batch in trial_batches(model, block_size, expected.device)]
     difference = float((torch.cat(found) - expected).norm() / expected.norm())
     if not difference <= _TOLERANCE[dtype]:
         raise UnsupportedModelError(
             f"on a trial text the packed path differs from the plain model by {difference:.1e} (relative), "
             f"more than {_TOLERANCE[dtype]:.0e}"
         )
+
+
+def trial_batches(model: Model, block_size: int, device: torch.device) -> list[PackedBatch]:
+    """The trial text in one or two steps, over a cache of its own that the model is bound to."""
+    ids = _trial_ids(model.vocab_size)
+    spec = model.cache_spec()
+    blocks = -(-_LENGTH // block_size)
+    model.bind_cache(allocate(spec.layers, num_blocks=blocks, block_size=block_size, dtype=spec.dtype, device=device))
+    plan = model.plan(ProcessedPrompt(token_ids=tuple(ids)))
+    half = _LENGTH // 2 if not plan.spans else _LENGTH
+    return [
+        _batch(ids, plan.positions_at(start, stop), start, stop, plan.spans, device)
+        for start, stop in ((0, half), (half, _LENGTH))
+        if stop > start
+    ]
 
 
 def _batch(
