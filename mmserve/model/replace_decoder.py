@@ -20,6 +20,7 @@ from mmserve.attention.interface import AttentionMetadata, AttentionSpec, LayerC
 from mmserve.attention.reference import ReferenceBackend
 from mmserve.kernels.decoder import DecoderWeights, NativeDecoderLayer
 from mmserve.model.memory import give_back
+from mmserve.model.replace_checks import any_overridden, plain_attributes
 from mmserve.model.text_attention import LayerBinding, PagedStep
 
 __all__ = ["replace_decoder_layers"]
@@ -32,8 +33,8 @@ _TOLERANCE = 2e-4
 
 def replace_decoder_layers(
     model: Any, specs: Mapping[nn.Module, AttentionSpec], native: frozenset[nn.Module]
-) -> tuple[int, str | None]:
-    """Replace the layers that can be; how many, and why the first that can not be stays.
+) -> tuple[list[nn.Module], list[tuple[nn.Module, str]]]:
+    """Replace the layers that can be: these, and each that can not be with its reason.
 
     Layers that differ in nothing but their weights are tried once: the trial shows the structure.
     """
@@ -41,10 +42,10 @@ def replace_decoder_layers(
     rotary = getattr(decoder, "rotary_emb", None)
     layers = getattr(decoder, "layers", None)
     if rotary is None or not isinstance(layers, nn.ModuleList):
-        return 0, f"{type(decoder).__name__} has no list of layers with one rotary embedding"
+        return [], [(decoder, f"{type(decoder).__name__} has no list of layers with one rotary embedding")]
     tried: dict[object, str | None] = {}
-    reasons = []
-    count = 0
+    taken: list[nn.Module] = []
+    left: list[tuple[nn.Module, str]] = []
     layer: Any
     for layer in layers:
         reason = _unlike_llama(layer, specs, native)
@@ -54,13 +55,13 @@ def replace_decoder_layers(
                 tried[kind] = _differs(layer, specs[layer.self_attn], rotary)
             reason = tried[kind]
         if reason is not None:
-            reasons.append(reason)
+            left.append((layer, reason))
             continue
         spec = specs[layer.self_attn]
         layer.forward = _forward(layer, NativeDecoderLayer(_fuse(layer), spec), spec.head_size)
         give_back()  # the layer's unfused weights, before the next layer's fused ones are made
-        count += 1
-    return count, reasons[0] if reasons else None
+        taken.append(layer)
+    return taken, left
 
 
 def _unlike_llama(layer: Any, specs: Mapping[nn.Module, AttentionSpec], native: frozenset[nn.Module]) -> str | None:
@@ -69,6 +70,8 @@ def _unlike_llama(layer: Any, specs: Mapping[nn.Module, AttentionSpec], native: 
     parts = {child for child, _ in layer.named_children()}
     if parts != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return f"{name} consists of {', '.join(sorted(parts))}"
+    if (reason := any_overridden(layer.modules())) is not None:
+        return reason
     attention, mlp = layer.self_attn, layer.mlp
     if attention not in native:
         return f"the attention of {name} is not served by the native backend"
@@ -106,14 +109,8 @@ def _eps(norm: nn.Module) -> float | None:
 
 def _kind(layer: Any, spec: AttentionSpec) -> object:
     """Equal for layers that differ in weights and number alone: classes and plain attributes of all parts."""
-    plain = (bool, int, float, str, type(None))
     return replace(spec, layer=0), tuple(
-        (
-            name,
-            type(part),
-            tuple(sorted((k, v) for k, v in vars(part).items() if isinstance(v, plain) and k != "layer_idx")),
-        )
-        for name, part in layer.named_modules()
+        (name, type(part), plain_attributes(part)) for name, part in layer.named_modules()
     )
 
 
