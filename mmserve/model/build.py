@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mmserve.errors import ModelLoadError
+from mmserve.errors import MMServeError, ModelLoadError
 from mmserve.model.checkpoint import Checkpoint
 from mmserve.model.construct import construct
 from mmserve.model.generation import load_generation_config
@@ -52,7 +52,9 @@ def build_model(
     try:
         left_over = load_weights(model, checkpoint, precision, device, leftovers or Leftovers())
         model.to(device).eval().requires_grad_(False)
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+    except MMServeError:
+        raise
+    except Exception as error:  # torch.OutOfMemoryError most often; or a config that its own conversions trip over
         raise ModelLoadError(
             f"the model of {str(checkpoint.folder)!r} can not be put on {str(device)!r}: {one_line(error)}"
         ) from error

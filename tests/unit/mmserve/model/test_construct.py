@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mmserve.errors import WeightsError
+from mmserve.errors import UnsupportedModelError, WeightsError
+from mmserve.model import load_model
 from mmserve.model.build import build_model
 from mmserve.model.checkpoint import open_checkpoint
 from mmserve.model.construct import parameters_on_meta
@@ -118,6 +121,46 @@ def test_loading_leaves_the_callers_random_numbers(stored: OddForCausalLM, tmp_p
     torch.manual_seed(7)
     load(tmp_path)
     assert torch.equal(torch.rand(1), expected)
+
+
+CODE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "mmserve_test_own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.direct = torch.nn.Parameter(torch.zeros(2))
+        self.register_buffer("made", torch.tensor([5.0, 6.0]), persistent=False)
+        self.post_init()
+"""
+
+
+def test_code_that_comes_with_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused by default; with `trust_remote_code` it is what is built."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "own.py").write_text(CODE)
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    save_file({**model.state_dict(), "direct": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config = {**model.config.to_dict(), "model_type": "mmserve_test_own", "auto_map": auto}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="pass trust_remote_code=True to run it"):
+        load_model(folder, block_size=16, device="cpu")
+    loaded: Any = load_model(folder, block_size=16, device="cpu", trust_remote_code=True)
+    assert loaded.describe()["class"] == "OwnForCausalLM"
+    assert loaded._model.direct.tolist() == [1, 1]
+    assert loaded._model.made.tolist() == [5, 6]
 
 
 def test_only_parameters_go_to_meta_and_only_here() -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,49 @@ def test_weights_of_another_kind(folder: Path, name: str, message: str) -> None:
 def test_quantised_weights(folder: Path) -> None:
     edit_config(folder, lambda config: config["text_config"].update(quantization_config={"quant_method": "fp8"}))  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedModelError, match=r"are quantised \(fp8\), which is not served"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda config: config.pop("text_config"), WeightsError, "do not fit its config"),
+        (lambda config: config.update(text_config="none"), UnsupportedModelError, "can not be read"),
+        (lambda config: config.update(vision_config=[]), ModelLoadError, "."),
+        (lambda config: config["text_config"].update(num_key_value_heads=0), ModelLoadError, "."),
+        (
+            lambda config: config["text_config"].update(num_hidden_layers=1),
+            WeightsError,
+            "unexpected: model.text_model",
+        ),
+        (lambda config: config["text_config"].update(num_hidden_layers=3), WeightsError, "missing: model.text_model"),
+        (lambda config: config["text_config"].update(hidden_act="wish"), UnsupportedModelError, "wish"),
+        (lambda config: config["text_config"].update(vocab_size=-1), UnsupportedModelError, "can not be built"),
+        (lambda config: config["vision_config"].update(model_type=[]), ModelLoadError, "can not be put on"),
+    ],
+    ids=[
+        "no-text",
+        "text-name",
+        "vision-list",
+        "no-heads",
+        "fewer",
+        "more",
+        "activation",
+        "vocabulary",
+        "type",
+    ],
+)
+def test_a_config_that_contradicts_itself_or_the_weights(
+    folder: Path, change: Callable[[dict[str, Any]], None], error: type[Exception], message: str
+) -> None:
+    edit_config(folder, change)
+    with pytest.raises(error, match=message):
+        load(folder)
+
+
+def test_weights_that_are_not_numbers(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors["lm_head.weight"].fill_(float("nan")))  # type: ignore[arg-type,return-value]
+    with pytest.raises(ModelLoadError, match=r"not finite on a trial text, in torch\.float32"):
         load(folder)
 
 
