@@ -60,7 +60,10 @@ def assemble(
         device=device,
         attention_backend=config.attention_backend,
         block_size=config.block_size,
+        replace=config.replace_layers,
         trust_remote_code=trust_remote_code,
+        allow_pickled_weights=config.allow_pickled_weights,
+        ignore_weights=config.ignore_weights,
     )
     about = model.describe()
     engine = Engine(

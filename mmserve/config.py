@@ -57,6 +57,17 @@ class EngineConfig(Schema):
         default=GiB // 4, ge=0, description="Bytes of processed images kept, so that one seen before is not processed."
     )
     attention_backend: str = Field(default="auto", description="'auto', or the name of one backend to force.")
+    replace_layers: bool = Field(
+        default=True, description="Let faster layers take the place of the model's own where they give the same."
+    )
+    allow_pickled_weights: bool = Field(
+        default=False, description="Read torch pickles, as tensors only, where a model has no safetensors."
+    )
+    ignore_weights: tuple[str, ...] = Field(
+        default=(),
+        description="Tensors of the weight files that the model may have no place for: 'begins*', '*ends', '*holds*', "
+        "or a whole name.",
+    )
     max_image_pixels: int = Field(default=64 * 1024 * 1024, ge=1, description="Largest picture read, in pixels.")
     max_image_bytes: int = Field(
         default=64 * 1024 * 1024, ge=1, description="Largest image file or download, in bytes."

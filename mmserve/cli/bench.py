@@ -1,4 +1,4 @@
-"""`mmserve bench compare | attention | processors | scheduler`: each prints a table and ends in one line of JSON."""
+"""`mmserve bench compare | attention | processors | scheduler | loading`: each ends in one line of JSON."""
 
 from __future__ import annotations
 
@@ -70,3 +70,17 @@ def scheduler(sequences: int) -> None:
     from mmserve.bench.scheduler import run
 
     click.echo(json_line(run(num_seqs=sequences)))
+
+
+@bench.command()
+@_MODEL
+@click.option("--shape", default=_SHAPE, show_default=True, help="Without --model: random weights in this shape.")
+@click.option("--dtype", default="auto", show_default=True)
+def loading(model: Path | None, shape: str, dtype: str) -> None:
+    """The peak of memory while a model is loaded, against the model's own size."""
+    from mmserve.bench.loading import render, run
+    from mmserve.bench.shapes import build_shape
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model if model is not None else build_shape(shape, Path(scratch) / shape)
+        click.echo(render(run(folder, dtype=dtype)))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmserve.errors import InputError, ModelOutputError, RequestError, UnsupportedModelError
+from mmserve.errors import InputError, ModelOutputError, RequestError
 from mmserve.model.interface import ImageRows
 from processors.types import ImageItem
 
@@ -58,11 +58,11 @@ class ImageEncoder:
             raise InputError(f"the model takes no image tensors called {', '.join(sorted(unknown))}")
         try:
             output = self.features(**tensors, return_dict=True)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except Exception as error:  # the model's own code: whatever it raises is this image's failure
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
             raise ModelOutputError(f"the vision tower failed on an image of {shapes}: {error}") from error
         expected = image.range.num_embeds
-        rows = self._own(_as_rows(output.pooler_output, self.width), expected, "rows")
+        rows = self._own(_as_rows(_features(output), self.width), expected, "rows")
         layers = getattr(output, "deepstack_features", None)
         extra = {}
         if layers is not None and len(layers):
@@ -74,12 +74,27 @@ class ImageEncoder:
         """Checked, cast, and in storage of its own: a view would keep a whole batch of features alive."""
         if rows.shape[0] != expected:
             raise ModelOutputError(f"the model made {rows.shape[0]} {what} for an image whose range takes {expected}")
-        if not torch.isfinite(rows).all():
+        cast = rows.to(self.dtype)
+        if not torch.isfinite(cast).all():  # after the cast, which may overflow by itself
             raise ModelOutputError(
-                f"the vision tower produced {what} that are not finite in {rows.dtype}; "
+                f"the vision tower produced {what} that are not finite in {self.dtype}; "
                 "load the model in bfloat16 or float32"
             )
-        return rows.to(self.dtype).clone(memory_format=torch.contiguous_format)
+        return cast.clone(memory_format=torch.contiguous_format)
+
+
+def _features(output: Any) -> Any:
+    """The features in what `get_image_features` gives: an output object or dict with `pooler_output`, or themselves.
+
+    Raises:
+        ModelOutputError: It gives something else, or an output whose features the model itself would still project.
+    """
+    if isinstance(output, (torch.Tensor, list, tuple)) and not hasattr(output, "pooler_output"):
+        return output
+    found = output.get("pooler_output") if isinstance(output, Mapping) else getattr(output, "pooler_output", None)
+    if found is None:
+        raise ModelOutputError(f"get_image_features gives {type(output).__name__} without features in pooler_output")
+    return found
 
 
 def _as_rows(features: Any, width: int) -> torch.Tensor:
@@ -89,10 +104,12 @@ def _as_rows(features: Any, width: int) -> torch.Tensor:
     elif isinstance(features, (list, tuple)) and all(isinstance(part, torch.Tensor) for part in features):
         parts = list(features)
     else:
-        raise UnsupportedModelError(f"get_image_features gives {type(features).__name__}, not rows")
-    wrong = [tuple(part.shape) for part in parts if part.shape[-1] != width]
+        raise ModelOutputError(f"get_image_features gives {type(features).__name__}, not rows")
+    wrong = [tuple(part.shape) for part in parts if part.dim() == 0 or part.shape[-1] != width]
     if wrong:
         raise ModelOutputError(f"image features of shape {wrong[0]} do not end in the text width {width}")
+    if not parts:
+        raise ModelOutputError("get_image_features gives no rows at all")
     return torch.cat([part.reshape(-1, width) for part in parts])
 
 

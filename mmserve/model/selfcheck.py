@@ -13,8 +13,9 @@ import torch
 
 from mmserve.attention.interface import AttentionMetadata
 from mmserve.cache.tensors import allocate
-from mmserve.errors import UnsupportedModelError
+from mmserve.errors import ModelLoadError, UnsupportedModelError
 from mmserve.model.interface import Model, PackedBatch
+from mmserve.model.model_config import one_line
 from processors.types import ProcessedPrompt
 
 __all__ = ["check_agreement", "plain_logits", "trial_batches"]
@@ -31,10 +32,23 @@ def _trial_ids(vocab_size: int) -> list[int]:
 
 @torch.inference_mode()
 def plain_logits(model: Any, vocab_size: int) -> torch.Tensor:
-    """The trial text's logits [T, V] from the transformers model as it is, before anything is routed."""
+    """The trial text's logits [T, V] from the transformers model as it is, before anything is routed.
+
+    Raises:
+        UnsupportedModelError: The model does not run on a text alone.
+        ModelLoadError: It runs, and gives values that are not finite.
+    """
     device = model.get_input_embeddings().weight.device
     ids = torch.tensor([_trial_ids(vocab_size)], device=device)
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    try:
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    except Exception as error:
+        raise UnsupportedModelError(f"the plain model does not run on a trial text: {one_line(error)}") from error
+    if not torch.isfinite(logits).all():
+        raise ModelLoadError(
+            f"the model gives values that are not finite on a trial text, in {logits.dtype}: its weights or a number "
+            "in its config are damaged, or it needs a wider dtype"
+        )
     return logits[0].float()
 
 

@@ -97,6 +97,14 @@ def run(model: Any, specs: Mapping[nn.Module, AttentionSpec], lengths: list[tupl
         ).logits[0]
 
 
+def replace_decoder(
+    model: Any, specs: Mapping[nn.Module, AttentionSpec], native: frozenset[nn.Module]
+) -> tuple[int, str | None]:
+    """How many, and the first reason."""
+    taken, left = replace_decoder_layers(model, specs, native)
+    return len(taken), left[0][1] if left else None
+
+
 STEPS = pytest.mark.parametrize("lengths", [[(5, 1), (0, 1), (20, 1)], [(0, 24), (3, 1)]], ids=["decode", "many-rows"])
 
 
@@ -112,7 +120,7 @@ class TestDecoderLayers:
         specs = specs_of(model)
         expected = run(model, specs, lengths)
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        assert replace_decoder_layers(model, specs, frozenset(specs))[1] is None
+        assert replace_decoder(model, specs, frozenset(specs)) == (2, None)
         torch.testing.assert_close(run(model, specs, lengths), expected, atol=1e-4, rtol=1e-4)
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
@@ -123,7 +131,7 @@ class TestDecoderLayers:
         model = text_model(LlamaConfig(**TEXT), torch.bfloat16)
         specs = specs_of(model)
         before = (run(model, specs, lengths).float() - expected).pow(2).mean().sqrt()
-        assert replace_decoder_layers(model, specs, frozenset(specs))[1] is None
+        assert replace_decoder(model, specs, frozenset(specs))[0] == 2
         after = (run(model, specs, lengths).float() - expected).pow(2).mean().sqrt()
         assert after < 1.5 * before
 
@@ -157,15 +165,32 @@ class TestDecoderLayers:
         model = text_model(config)
         specs = specs_of(model)
         expected = run(model, specs, [(0, 5), (2, 1)])
-        replaced, why = replace_decoder_layers(model, specs, frozenset(specs))
-        assert not replaced
+        count, why = replace_decoder(model, specs, frozenset(specs))
+        assert count == 0
         assert any(part in str(why) for part in reason.split("|")), why
         assert torch.equal(run(model, specs, [(0, 5), (2, 1)]), expected)
 
+    @pytest.mark.parametrize("where", ["", "self_attn.q_proj", "mlp", "input_layernorm"])
+    @pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
+    def test_a_hook_or_a_forward_put_there_later_is_not_left_out(self, where: str, how: str) -> None:
+        model = text_model(LlamaConfig(**TEXT))
+        specs = specs_of(model)
+        part = model.model.layers[1].get_submodule(where)
+        if how == "hook":
+            part.register_forward_hook(lambda module, args, output: None)
+        elif how == "pre-hook":
+            part.register_forward_pre_hook(lambda module, args: None)
+        else:
+            part.forward = type(part).forward.__get__(part)
+        taken, ((layer, why),) = replace_decoder_layers(model, specs, frozenset(specs))
+        assert list(taken) == [model.model.layers[0]]
+        assert layer is model.model.layers[1]
+        assert "has hooks" in why or "has a forward of its own" in why
+
     def test_layers_of_another_backend_stay(self) -> None:
         model = text_model(LlamaConfig(**TEXT))
-        replaced, why = replace_decoder_layers(model, specs_of(model), frozenset())
-        assert (dict(replaced), why) == ({}, "the attention of LlamaDecoderLayer is not served by the native backend")
+        count, why = replace_decoder(model, specs_of(model), frozenset())
+        assert (count, why) == (0, "the attention of LlamaDecoderLayer is not served by the native backend")
 
 
 class TestStack:

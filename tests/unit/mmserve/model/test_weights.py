@@ -61,6 +61,18 @@ def test_shards(whole: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(logprobs(tmp_path), logprobs(whole), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("zipped", [True, False], ids=["mapped", "before-torch-1.6"])
+def test_pickled_weights_that_are_asked_for(whole: Path, tmp_path: Path, zipped: bool) -> None:
+    tensors = load_file(whole / "model.safetensors")
+    (tmp_path / "config.json").write_text((whole / "config.json").read_text())
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    loaded = load_model(tmp_path, block_size=16, device="cpu", path="generate", allow_pickled_weights=True)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")  # the model does not depend on the file any more
+    stored = sorted(float(t.double().sum()) for t in tensors.values())
+    found = sorted(float(p.double().sum()) for p in loaded._model.parameters())  # type: ignore[union-attr]
+    assert found == stored
+
+
 def _edit(folder: Path, tie: tuple[bool | None, bool | None], head: str) -> None:
     """Set the tie flags (outer, text) and take the head away, or leave it."""
     path = folder / "config.json"
