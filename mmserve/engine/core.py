@@ -75,14 +75,17 @@ class Engine:
         self._encoder = copy.deepcopy(tokenizer)
         self._encoder_lock = threading.Lock()
         self._decoder = TextDecoder(copy.deepcopy(tokenizer))
-        self.limits: SchedulerLimits = resolve_limits(config, model)
+        self.limits: SchedulerLimits = resolve_limits(config, model, config.kv_cache_memory)
         # A model that keeps state of its own must compute every token itself.
         self._prefix_caching = config.enable_prefix_caching and not model.needs_sequences
-        index = PrefixIndex(identity) if self._prefix_caching else None
+        groups = self.limits.groups
+        rooted = groups[0].window is None
+        index = PrefixIndex(identity, num_groups=len(groups), rooted=rooted) if self._prefix_caching else None
         self._scheduler = Scheduler(self.limits, index)
         self._runner = ModelRunner(
             model,
             num_blocks=self.limits.num_blocks,
+            groups=groups,
             block_size=self.limits.block_size,
             max_num_seqs=self.limits.max_num_seqs,
             max_model_len=self.limits.max_model_len,
@@ -214,6 +217,10 @@ class Engine:
         A model that keeps state of its own can not share it, so there every answer computes the prompt for itself.
         """
         plan = self._model.plan(prompt)
+        longest_span = max((stop - start for start, stop in plan.spans), default=0)
+        if longest_span > self.limits.max_num_batched_tokens:
+            at_least = len(prompt.token_ids), sampling.max_tokens or 1, 1
+            self._scheduler.check_admission(*at_least, longest_span)
         bad_words: tuple[tuple[int, ...], ...] = ()
         if sampling.bad_words:
             with self._encoder_lock:
