@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmserve.assembly import assemble, process_request, resolve_folder
+from mmserve.batching import BatchRun, give_up
 from mmserve.config import EngineConfig
 from mmserve.errors import DeadlineExceeded, InvalidRequestError, MMServeError, PipelineClosedError
 from mmserve.requests import (
@@ -28,6 +28,7 @@ from mmserve.types import GenerationOutput, GenerationRequest, Message, Sampling
 if TYPE_CHECKING:
     import torch
 
+    from mmserve.engine.batch import LogitsProcessor
     from mmserve.engine.core import RequestHandle
     from processors.types import ProcessedPrompt
 
@@ -95,6 +96,7 @@ class MMPipeline:
         processor_options: Mapping[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
         **sampling_options: Any,
     ) -> GenerationOutput:
         """Answer one question about no, one or several images; or run a whole `GenerationRequest`.
@@ -107,6 +109,8 @@ class MMPipeline:
             processor_options: Options of the model's own processor for this request.
             priority: Lower runs sooner.
             timeout: Seconds until the request is given up.
+            logits_processors: Your own code, called for each token as transformers' LogitsProcessor: (ids int64 [1, L],
+                scores float32 [1, V]) -> scores; in the engine's thread, so it should be quick.
             sampling_options: Fields of `SamplingParams`.
 
         Raises:
@@ -124,6 +128,7 @@ class MMPipeline:
             processor_options=processor_options,
             priority=priority,
             timeout=timeout,
+            logits_processors=logits_processors,
             **sampling_options,
         )
         return self._run(request)
@@ -136,6 +141,7 @@ class MMPipeline:
         processor_options: Mapping[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
         **sampling_options: Any,
     ) -> GenerationOutput:
         """Answer a conversation whose messages have OpenAI-style content parts, pictures where they stand.
@@ -151,6 +157,7 @@ class MMPipeline:
             processor_options=processor_options,
             priority=priority,
             timeout=timeout,
+            logits_processors=logits_processors,
             **sampling_options,
         )
         return self._run(request)
@@ -165,6 +172,7 @@ class MMPipeline:
         processor_options: Mapping[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
         **sampling_options: Any,
     ) -> DeltaStream:
         """As `generate`, yielding text as it comes; the deltas add up to the text, the last one has the output.
@@ -180,6 +188,7 @@ class MMPipeline:
             processor_options=processor_options,
             priority=priority,
             timeout=timeout,
+            logits_processors=logits_processors,
             **sampling_options,
         )
         return DeltaStream(self._start(request))
@@ -211,12 +220,12 @@ class MMPipeline:
     ) -> list[GenerationOutput | MMServeError]:
         """Answer many requests, many at once; results in the order of the requests.
 
-        Requests begin in order, at most twice `max_num_seqs` of them ahead of the oldest that is not answered.
+        Requests begin in order, the next whenever one is answered, at most twice `max_num_seqs` at a time.
 
         Args:
             requests: Requests, mappings of their fields, or (image, prompt) pairs.
-            on_error: "raise" aborts the rest at the first error, in the order of the requests; "return" puts the
-                error in its request's place.
+            on_error: "raise" raises the error of the first request, in their order, that fails, and aborts those after
+                it; "return" puts the error in its request's place.
             progress: Show a progress bar; None: as the pipeline's `progress` option says.
         """
         if on_error not in ("raise", "return"):
@@ -227,23 +236,10 @@ class MMPipeline:
                 f"requests is a list or another iterable of requests, not a {type(requests).__name__}"
             )
         waiting = list(requests)
-        results: list[GenerationOutput | MMServeError] = []
-        inflight: deque[Future[RequestHandle]] = deque()
         # Twice what a step can take keeps the engine busy; more would only hold decoded pictures in memory.
         window = min(self._config.max_queue, 2 * self._config.max_num_seqs)
         with self._progress_bar(len(waiting), progress) as bar:
-            try:
-                while len(results) < len(waiting):
-                    while len(inflight) < window and len(results) + len(inflight) < len(waiting):
-                        inflight.append(self._begin_like(waiting[len(results) + len(inflight)]))
-                    results.append(_outcome(inflight[0], on_error))
-                    inflight.popleft()
-                    bar.update()
-            except BaseException:
-                for begun in inflight:
-                    _give_up(begun)
-                raise
-        return results
+            return BatchRun(waiting, self._begin_like, window, on_error).run(bar.update)
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -306,10 +302,10 @@ class MMPipeline:
         try:
             return begun.result(_bounded(request.timeout))
         except FutureTimeout:
-            _give_up(begun)
+            give_up(begun)
             raise _too_late(request) from None
         except BaseException:
-            _give_up(begun)
+            give_up(begun)
             raise
 
     async def _astart(self, request: GenerationRequest) -> RequestHandle:
@@ -318,10 +314,10 @@ class MMPipeline:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(begun), _bounded(request.timeout))
         except asyncio.TimeoutError:
-            _give_up(begun)
+            give_up(begun)
             raise _too_late(request) from None
         except BaseException:
-            _give_up(begun)
+            give_up(begun)
             raise
 
     def _begin_like(self, value: RequestLike) -> Future[RequestHandle]:
@@ -353,6 +349,7 @@ class MMPipeline:
             timeout=request.timeout,
             arrival=arrival,
             preprocess=time.monotonic() - began,
+            logits_processors=request.logits_processors,
         )
 
     def _progress_bar(self, total: int, wanted: bool | None) -> Any:
@@ -392,23 +389,3 @@ def _bounded(timeout: float | None) -> float | None:
 
 def _too_late(request: GenerationRequest) -> DeadlineExceeded:
     return DeadlineExceeded(f"the request was still being processed after its timeout of {request.timeout} s")
-
-
-def _outcome(begun: Future[RequestHandle], on_error: str) -> GenerationOutput | MMServeError:
-    try:
-        return begun.result().result()
-    except MMServeError as error:
-        if on_error == "raise":
-            raise
-        return error
-
-
-def _give_up(begun: Future[RequestHandle]) -> None:
-    """Abort a request of a batch that has failed, wherever it is."""
-    if not begun.cancel():
-        begun.add_done_callback(_abort_if_begun)
-
-
-def _abort_if_begun(begun: Future[RequestHandle]) -> None:
-    if not begun.cancelled() and begun.exception() is None:
-        begun.result().abort()

@@ -17,7 +17,7 @@ from PIL import Image
 
 from mmserve import GenerationOutput, GenerationRequest, MMPipeline, SamplingParams
 from mmserve.demo.pictures import Shape, draw_shapes
-from mmserve.errors import DeadlineExceeded, PipelineClosedError, RequestAborted
+from mmserve.errors import DeadlineExceeded, InvalidRequestError, PipelineClosedError, RequestAborted
 
 STAR = draw_shapes((Shape("star", "yellow", "top left"),))
 CIRCLE = draw_shapes((Shape("circle", "red", "right"),))
@@ -167,6 +167,39 @@ def test_sampling_with_a_seed_is_the_same_in_any_company(pipe: MMPipeline) -> No
     assert isinstance(alone, GenerationOutput)
     assert isinstance(crowd, GenerationOutput)
     assert alone.token_ids == crowd.token_ids
+
+
+def test_your_own_logits_processors_reach_every_way_of_asking(pipe: MMPipeline) -> None:
+    calls = []
+
+    def only(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(ids.shape)
+        masked = torch.full_like(scores, float("-inf"))
+        masked[0, 40 + ids.shape[1] % 2] = 0.0
+        return masked
+
+    options: dict[str, Any] = {"max_tokens": 2, "logits_processors": [only]}
+    request = GenerationRequest(prompt="Hello?", sampling=SamplingParams(max_tokens=2), logits_processors=[only])
+
+    async def both() -> list[GenerationOutput]:
+        deltas = [delta async for delta in pipe.astream(None, "Hello?", **options)]
+        assert deltas[-1].output is not None
+        return [await pipe.agenerate(None, "Hello?", **options), deltas[-1].output]
+
+    outputs = [
+        pipe.generate(None, "Hello?", **options),
+        pipe.generate(request),
+        *[delta.output for delta in pipe.stream(None, "Hello?", **options) if delta.output],
+        pipe.chat([{"role": "user", "content": "Hello?"}], **options),
+        *pipe.generate_batch(
+            [request, {"prompt": "Hello?", "sampling": {"max_tokens": 2}, "logits_processors": [only]}]
+        ),
+        *asyncio.run(both()),
+    ]
+    assert len(calls) == 2 * len(outputs) == 16
+    assert {frozenset(output.token_ids) for output in outputs} == {frozenset((40, 41))}
+    with pytest.raises(InvalidRequestError, match="give nothing beside it"):
+        pipe.generate(request, logits_processors=[only])
 
 
 def test_a_batch_larger_than_the_window_keeps_its_order() -> None:
