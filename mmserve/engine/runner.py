@@ -58,6 +58,7 @@ class ModelRunner:
         block_size: Tokens in a block.
         max_num_seqs: Most requests with blocks at one time.
         max_model_len: Most tokens of one request.
+        unsampled: Ids that are never sampled; None: the model's placeholders.
         device: Where the model computes.
     """
 
@@ -70,6 +71,7 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        unsampled: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self._model = model
@@ -85,7 +87,8 @@ class ModelRunner:
             device=self._device,
         )
         model.bind_cache([self._caches[slot] for _, slot in layout.places])
-        self._sampler = Sampler(model.vocab_size, model.forbidden_token_ids, self._device)
+        unsampled = model.forbidden_token_ids if unsampled is None else unsampled
+        self._sampler = Sampler(model.vocab_size, unsampled, self._device)
         self._tables = BlockTables(max_num_seqs, max_model_len, block_size, groups, num_blocks)
         self._records: dict[str, SequenceRecord] = {}
         self._images: dict[str, ImageRows] = {}

@@ -6,31 +6,33 @@ from mmserve.cache.groups import CacheGroup
 from mmserve.config import EngineConfig
 from mmserve.engine.scheduler import SchedulerLimits
 from mmserve.errors import ConfigError
-from mmserve.model.interface import CacheSpec, Model
+from mmserve.model.interface import CacheSpec
 
 __all__ = ["cache_bytes", "resolve_limits"]
 
 
-def resolve_limits(config: EngineConfig, model: Model, kv_cache_memory: int) -> SchedulerLimits:
+def resolve_limits(
+    config: EngineConfig, spec: CacheSpec, max_position: int | None, kv_cache_memory: int
+) -> SchedulerLimits:
     """All limits of an engine.
 
     Args:
         config: The user's options.
-        model: Loaded.
+        spec: The model's cache.
+        max_position: Most tokens that the model takes, if it says.
         kv_cache_memory: Bytes for keys and values, unless `config.num_blocks` says how many blocks.
 
     Raises:
         ConfigError: The cache's memory does not hold two blocks, or `max_model_len` is over what cache or model take.
     """
-    spec = model.cache_spec()
     groups = tuple(CacheGroup(window) for window in spec.layout().windows)
     num_blocks = _in_pool(config.num_blocks, groups) if config.num_blocks else _fitting(kv_cache_memory, config, spec)
-    in_cache = _longest(num_blocks, groups, config, model.max_position or num_blocks * config.block_size)
-    longest = in_cache if model.max_position is None else min(model.max_position, in_cache)
+    in_cache = _longest(num_blocks, groups, config, max_position or num_blocks * config.block_size)
+    longest = in_cache if max_position is None else min(max_position, in_cache)
     wanted = config.max_model_len
     if wanted is not None and wanted > longest:
         raise ConfigError(
-            f"max_model_len {wanted} is too long: the model takes {model.max_position} tokens "
+            f"max_model_len {wanted} is too long: the model takes {max_position} tokens "
             f"and the cache {in_cache} ({num_blocks} blocks of {config.block_size})"
         )
     return SchedulerLimits(

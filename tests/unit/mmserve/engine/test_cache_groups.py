@@ -143,17 +143,17 @@ def test_memory_is_saved() -> None:
     config = EngineConfig(max_num_batched_tokens=512)
     memory = 50 * 2**20
     sliding, plain = layers(*[512] * 5, None), layers(*[None] * 6)
-    limits = resolve_limits(config, OfSpec(sliding), memory)
-    assert limits.max_model_len > 5.5 * resolve_limits(config, OfSpec(plain), memory).max_model_len
+    limits = resolve_limits(config, sliding, None, memory)
+    assert limits.max_model_len > 5.5 * resolve_limits(config, plain, None, memory).max_model_len
     for spec in (sliding, plain):
-        num_blocks = resolve_limits(config, OfSpec(spec), memory).num_blocks
+        num_blocks = resolve_limits(config, spec, None, memory).num_blocks
         assert memory - 64 * spec.bytes_per_token() < cache_bytes(num_blocks, spec, config.block_size) <= memory
     engine = Engine(OfSpec(sliding), ByteTokenizer(), EngineConfig(kv_cache_memory=2**20, block_size=16), identity="m")
     engine.close()
     tensors = {cache.key.data_ptr(): cache for cache in engine._runner._caches}
     assert sum(cache.key.nbytes + cache.value.nbytes for cache in tensors.values()) <= 2**20
     with pytest.raises(ConfigError, match="does not hold two blocks of 64 tokens, which take"):
-        resolve_limits(config, OfSpec(sliding), 1024)
+        resolve_limits(config, sliding, None, 1024)
 
 
 @given(
@@ -167,7 +167,7 @@ def test_what_is_no_longer_than_the_limit_is_admitted(
     windows: tuple[int | None, ...], budget: int, block_size: int, num_blocks: int
 ) -> None:
     config = EngineConfig(max_num_batched_tokens=budget, block_size=block_size, num_blocks=num_blocks)
-    limits = resolve_limits(config, OfSpec(layers(*windows)), 0)
+    limits = resolve_limits(config, layers(*windows), None, 0)
     assert limits.max_model_len >= num_blocks * block_size
     needed = sum(group.most_blocks(limits.max_model_len, budget, block_size) for group in limits.groups)
     assert needed <= limits.num_blocks
