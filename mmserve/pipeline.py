@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mmserve.assembly import assemble, process_request, resolve_folder
 from mmserve.batching import BatchRun, give_up
 from mmserve.config import EngineConfig
-from mmserve.errors import DeadlineExceeded, InvalidRequestError, MMServeError, PipelineClosedError
+from mmserve.errors import DeadlineExceeded, InvalidRequestError, MMServeError, PipelineClosedError, RequestAborted
 from mmserve.requests import (
     Images,
     RequestLike,
@@ -82,6 +83,8 @@ class MMPipeline:
         self._model = parts.model
         self._engine = parts.engine
         self._workers = ThreadPoolExecutor(self._config.preprocess_threads, thread_name_prefix="mmserve-preprocess")
+        self._preparing: dict[str, bool] = {}  # id of a request with a worker -> whether it was aborted there
+        self._preparing_lock = threading.Lock()
         self._closed = False
 
     # -- asking ---------------------------------------------------------------------------------
@@ -241,6 +244,18 @@ class MMPipeline:
         with self._progress_bar(len(waiting), progress) as bar:
             return BatchRun(waiting, self._begin_like, window, on_error).run(bar.update)
 
+    def abort(self, request_id: str) -> bool:
+        """Give up the request of this id, wherever it is; from any thread. Who waits for it hears RequestAborted.
+
+        The id is the request's own `request_id`, or a stream's. Returns whether there was one to give up.
+        """
+        self._check_open()
+        with self._preparing_lock:
+            if request_id in self._preparing:
+                self._preparing[request_id] = True
+                return True
+        return self._engine.abort(request_id)
+
     # -- looking --------------------------------------------------------------------------------
 
     def prepare(self, request: RequestLike) -> ProcessedPrompt:
@@ -332,19 +347,42 @@ class MMPipeline:
     def _begin(self, request: GenerationRequest) -> Future[RequestHandle]:
         """Process the request on a worker thread and hand it to the engine."""
         self._check_open()
+        request_id = secrets.token_hex(8) if request.request_id is None else request.request_id
+        with self._preparing_lock:
+            if request_id in self._preparing:
+                raise InvalidRequestError(f"a request with id {request_id!r} is still running")
+            self._preparing[request_id] = False
         try:
-            return self._workers.submit(self._prepare_and_submit, request, time.monotonic())
+            return self._workers.submit(self._prepare_and_submit, request, request_id, time.monotonic())
         except RuntimeError:  # closed between the check and here
+            self._end_preparing(request_id)
             self._check_open()
             raise
 
-    def _prepare_and_submit(self, request: GenerationRequest, arrival: float) -> RequestHandle:
+    def _prepare_and_submit(self, request: GenerationRequest, request_id: str, arrival: float) -> RequestHandle:
+        try:
+            handle = self._prepare(request, request_id, arrival)
+        finally:
+            aborted = self._end_preparing(request_id)
+        if aborted:
+            handle.abort()
+        return handle
+
+    def _end_preparing(self, request_id: str) -> bool:
+        """The engine has the request, or nobody; returns whether it was aborted before."""
+        with self._preparing_lock:
+            return self._preparing.pop(request_id, False)
+
+    def _prepare(self, request: GenerationRequest, request_id: str, arrival: float) -> RequestHandle:
         self._check_open()
+        if self._preparing.get(request_id):
+            raise RequestAborted(f"request {request_id} was aborted")
         began = time.monotonic()
         prompt = process_request(self._processor, request)
         return self._engine.submit(
             prompt,
             request.sampling,
+            request_id=request_id,
             priority=request.priority,
             timeout=request.timeout,
             arrival=arrival,
@@ -365,11 +403,12 @@ class MMPipeline:
 
 
 class DeltaStream(Iterator[StreamDelta]):
-    """The deltas of one request. Closing it, or letting go of it, aborts the request."""
+    """The deltas of one request, whose id is `request_id`. Closing it, or letting go of it, aborts the request."""
 
     def __init__(self, handle: RequestHandle) -> None:
         self._handle = handle
         self._deltas = iter(handle)
+        self.request_id = handle.request_id
 
     def __next__(self) -> StreamDelta:
         return next(self._deltas)

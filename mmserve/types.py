@@ -337,6 +337,13 @@ class GenerationRequest(Schema):
     timeout: Float | None = Field(
         default=None, gt=0.0, allow_inf_nan=False, description="Seconds until the request is given up."
     )
+    request_id: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=128,
+        pattern="^[^#]+$",
+        description="Your own id, to abort it by; unique among the requests that are not done. None: one is made up.",
+    )
     logits_processors: tuple[LogitsProcessor, ...] = Field(
         default=(),
         repr=False,

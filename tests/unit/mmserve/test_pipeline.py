@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmserve import GenerationOutput, GenerationRequest, MMPipeline, SamplingParams
+from mmserve import GenerationOutput, GenerationRequest, MMPipeline, SamplingParams, pipeline
 from mmserve.demo.pictures import Shape, draw_shapes
 from mmserve.errors import DeadlineExceeded, InvalidRequestError, PipelineClosedError, RequestAborted
 
@@ -125,6 +125,37 @@ def test_letting_go_of_a_stream_aborts_it_even_before_its_first_delta(pipe: MMPi
     del stream
     pipe.generate(STAR, QUESTION, max_tokens=2)
     assert pipe.stats()["running"] == 0
+
+
+def test_a_request_is_aborted_by_its_id_wherever_it_is(pipe: MMPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pipe.abort("nobody") is False
+    sampling = SamplingParams(max_tokens=300, ignore_eos=True)
+    request = GenerationRequest(prompt="Hello?", sampling=sampling, request_id="mine")
+    stream = pipe.stream(request)
+    assert stream.request_id == "mine"
+    with pytest.raises(InvalidRequestError, match="'mine' is still running"):
+        pipe.generate(request)
+    assert pipe.abort("mine") is True
+    with pytest.raises(RequestAborted):
+        list(stream)
+    # And while a worker still prepares it:
+    begun, go_on = threading.Event(), threading.Event()
+    original = pipeline.process_request
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return original(*args)
+
+    monkeypatch.setattr(pipeline, "process_request", slow)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(pipe.generate, request)
+        assert begun.wait(60)
+        assert pipe.abort("mine") is True
+        go_on.set()
+        with pytest.raises(RequestAborted):
+            waiting.result(60)
+    assert not pipe._preparing
 
 
 def test_a_timeout_counts_from_the_call(pipe: MMPipeline) -> None:
