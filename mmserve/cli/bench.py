@@ -1,4 +1,4 @@
-"""`mmserve bench compare | attention | processors | scheduler | loading`: each ends in one line of JSON."""
+"""`mmserve bench compare | offline | attention | processors | scheduler | loading`: each ends in one line of JSON."""
 
 from __future__ import annotations
 
@@ -40,6 +40,30 @@ def compare(model: Path | None, shape: str, dtype: str, only: tuple[str, ...], r
         folder = model if model is not None else build_shape(shape, Path(scratch) / shape)
         result = run(folder, dtype=dtype, workload=Workload(repeats=repeats), only=only, say=_say)
     click.echo(render(result, plot))
+
+
+@bench.command()
+@click.option("--model", default=None, metavar="DIR", help="Model folder or hub id. Default: the demo model.")
+@click.option("--dtype", default="auto", show_default=True)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--tokens", type=click.IntRange(1), default=32, show_default=True, help="To generate, a request.")
+@click.option(
+    "--at-once",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(1, 8, 32),
+    show_default=True,
+    help="Requests handed in together; repeat for several cases.",
+)
+@click.option(
+    "--repeats", type=click.IntRange(1), default=2, show_default=True, help="Runs of a case; the best counts."
+)
+def offline(model: str | None, dtype: str, device: str, tokens: int, at_once: tuple[int, ...], repeats: int) -> None:
+    """Requests per second and time to first token, pictures never seen (cold) and seen before (warm)."""
+    from mmserve.bench.offline import Workload, render, run
+
+    workload = Workload(tokens=tokens, at_once=at_once, repeats=repeats)
+    click.echo(render(run(model, dtype=dtype, device=device, workload=workload, say=_say)))
 
 
 @bench.command()

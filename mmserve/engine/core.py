@@ -16,18 +16,21 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from mmserve.cache.prefix_index import PrefixIndex
 from mmserve.config import EngineConfig
 from mmserve.engine.admission import check_sampling, encode_bad_words, plan_request
 from mmserve.engine.answer import Answer, AnswerTimes
 from mmserve.engine.batch import Fork, LogitsProcessor, NewRequest
-from mmserve.engine.defaults import describe_defaults, resolve_sampling
+from mmserve.engine.defaults import describe_defaults, resolve_sampling, unsampled_ids
 from mmserve.engine.detokenizer import TextDecoder
 from mmserve.engine.handle import RequestHandle
 from mmserve.engine.loop import EngineLoop, Submission
+from mmserve.engine.memory import plan_memory
 from mmserve.engine.random import derive_seed
 from mmserve.engine.request import Request
 from mmserve.engine.runner import ModelRunner
@@ -52,9 +55,10 @@ class Engine:
         identity: Names the weights, adapter and dtype: part of every prefix key.
         generation_config: The model's defaults for sampling (a GenerationConfig, a mapping, or None).
         device: Where the model computes.
+        worst_prompt: Makes the prompt of the worst step, of so many tokens, if `memory_budget` asks for a trial of it.
 
     Raises:
-        ConfigError: The options do not fit this model.
+        ConfigError: The options do not fit this model, or not the memory.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Engine:
         identity: str,
         generation_config: Any = None,
         device: Any = "cpu",
+        worst_prompt: Callable[[int], ProcessedPrompt] | None = None,
     ) -> None:
         self._model = model
         self._config = config
@@ -75,17 +80,25 @@ class Engine:
         self._encoder = copy.deepcopy(tokenizer)
         self._encoder_lock = threading.Lock()
         self._decoder = TextDecoder(copy.deepcopy(tokenizer))
-        self.limits: SchedulerLimits = resolve_limits(config, model)
+        self._memory = plan_memory(config, model, torch.device(device), worst_prompt)
+        self.limits: SchedulerLimits = resolve_limits(
+            config, model.cache_spec(), model.max_position, self._memory.kv_cache
+        )
+        self._unsampled = unsampled_ids(model.forbidden_token_ids, tokenizer, model.vocab_size, generation_config)
         # A model that keeps state of its own must compute every token itself.
         self._prefix_caching = config.enable_prefix_caching and not model.needs_sequences
-        index = PrefixIndex(identity) if self._prefix_caching else None
+        groups = self.limits.groups
+        rooted = groups[0].window is None
+        index = PrefixIndex(identity, num_groups=len(groups), rooted=rooted) if self._prefix_caching else None
         self._scheduler = Scheduler(self.limits, index)
         self._runner = ModelRunner(
             model,
             num_blocks=self.limits.num_blocks,
+            groups=groups,
             block_size=self.limits.block_size,
             max_num_seqs=self.limits.max_num_seqs,
             max_model_len=self.limits.max_model_len,
+            unsampled=self._unsampled,
             device=device,
         )
         self._arrivals = itertools.count()
@@ -162,6 +175,7 @@ class Engine:
         return {
             **dataclasses.asdict(self.limits),
             "prefix_caching": self._prefix_caching,
+            "memory": dataclasses.asdict(self._memory),
             "sampling_defaults": describe_defaults(self._generation_config),
         }
 
@@ -184,7 +198,7 @@ class Engine:
         if sampling.prompt_logprobs is not None and self._model.needs_sequences:
             raise InvalidRequestError("prompt_logprobs are not there on the generate() path, which this model runs on")
         vocab_size = self._model.vocab_size
-        check_sampling(sampling, vocab_size, self._model.forbidden_token_ids)
+        check_sampling(sampling, vocab_size, self._unsampled)
         resolved = resolve_sampling(sampling, self._generation_config)
         # The caller's were checked; those of the model's config that its head can not say never come.
         ends = tuple(token_id for token_id in resolved.stop_token_ids if 0 <= token_id < vocab_size)
@@ -214,6 +228,10 @@ class Engine:
         A model that keeps state of its own can not share it, so there every answer computes the prompt for itself.
         """
         plan = self._model.plan(prompt)
+        longest_span = max((stop - start for start, stop in plan.spans), default=0)
+        if longest_span > self.limits.max_num_batched_tokens:
+            at_least = len(prompt.token_ids), sampling.max_tokens or 1, 1
+            self._scheduler.check_admission(*at_least, longest_span)
         bad_words: tuple[tuple[int, ...], ...] = ()
         if sampling.bad_words:
             with self._encoder_lock:

@@ -5,9 +5,9 @@ The order is that of transformers' `generate` (logits_process.py), so that equal
     bias -> repetition, presence, frequency penalties -> bad words -> end tokens before min_tokens -> allowed ids
          -> the caller's own processors -> temperature -> top_k -> top_p -> min_p -> choice
 
-Forbidden ids (the model's placeholders) are never chosen; rows of the head that no token has are up to the model,
-as in `generate`. A row whose best score is not finite is its request's error. Log-probabilities that a request asks
-for are those of the model itself: `log_softmax` of the logits before any of the above.
+Forbidden ids (the model's placeholders, and rows of the head that no token has) are never chosen. A row whose best
+score is not finite is its request's error. Log-probabilities that a request asks for are those of the model itself:
+`log_softmax` of the logits before any of the above.
 
 A random choice takes one number from (seed, index of the token in the answer), so it depends neither on the batch
 nor on preemption: the token is where that number falls in the running sum of the probabilities, in vocabulary order.

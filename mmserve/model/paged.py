@@ -98,10 +98,13 @@ class PagedModel:
 
     def cache_spec(self) -> CacheSpec:
         """The cache that the engine must provide."""
-        shapes = {}
+        shapes: dict[int, LayerCacheSpec] = {}
         for layer in self._layers:
             spec = layer.spec
-            shapes[spec.layer] = LayerCacheSpec(spec.num_kv_heads, spec.head_size, spec.value_size, spec.window)
+            window = self._reach(spec)
+            if spec.layer in shapes:  # layers that share a cache
+                window = _farther(window, shapes[spec.layer].window)
+            shapes[spec.layer] = LayerCacheSpec(spec.num_kv_heads, spec.head_size, spec.value_size, window)
         return CacheSpec(
             layers=tuple(shapes[index] for index in sorted(shapes)),
             dtype=self._embed_tokens.weight.dtype,
@@ -112,8 +115,11 @@ class PagedModel:
         expected = len(self.cache_spec().layers)
         if len(caches) != expected:
             raise EngineError(f"{len(caches)} caches were given to a model that keeps {expected}")
+        places = self.cache_spec().layout().places
         self._bindings = {
-            layer.module: LayerBinding(layer.spec, caches[layer.spec.layer], layer.choice.backend)
+            layer.module: LayerBinding(
+                layer.spec, caches[layer.spec.layer], layer.choice.backend, places[layer.spec.layer][0]
+            )
             for layer in self._layers
         }
 
@@ -144,7 +150,7 @@ class PagedModel:
         return self._run(
             self._embed(batch)[None],
             positions[0] if self._rope_index is None else positions,
-            PagedStep(self._bindings, batch.attention, _text_inputs(batch)),
+            PagedStep(self._bindings, batch.attention, _text_inputs(batch), batch.more_attention),
             batch.logit_indices,
         ).float()
 
@@ -178,6 +184,13 @@ class PagedModel:
         """What was loaded, and which paths were chosen and why; JSON-friendly."""
         return {**self._about, "forward": self._forward_note}
 
+    def _reach(self, spec: AttentionSpec) -> int | None:
+        """How many keys back a layer looks, itself included; None: as far as there are any."""
+        # A query sees keys of its own chunk only, so no more than a chunk back; a both-way span lies within a step.
+        limits = [limit for limit in (spec.window, spec.chunk) if limit is not None]
+        reach = min(limits, default=None)
+        return None if reach is None or (self.max_position is not None and reach >= self.max_position) else reach
+
     def _embed(self, batch: PackedBatch) -> torch.Tensor:
         """Embeddings [T, W] with the image rows in place.
 
@@ -203,6 +216,11 @@ class PagedModel:
                     f"token {token} at index {position} is not in the model's table of "
                     f"{self._num_embeddings} embeddings, and no image stands there"
                 )
+
+
+def _farther(one: int | None, other: int | None) -> int | None:
+    """The farther of two reaches, of layers that share a cache."""
+    return None if one is None or other is None else max(one, other)
 
 
 def _text_inputs(batch: PackedBatch) -> Mapping[str, Any]:

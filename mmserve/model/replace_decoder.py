@@ -166,9 +166,10 @@ def _forward(layer: Any, native: NativeDecoderLayer, head_size: int) -> Callable
         cos, sin = positions
         if cos.shape != (1, hidden_states.shape[1], head_size) or cos.dtype != hidden_states.dtype:
             return own(hidden_states, *args, **kwargs)
-        cache = step.layers[attention].cache
+        bound = step.layers[attention]
+        metadata = step.metadata_of(bound.group)
         return native(
-            hidden_states[0].contiguous(), cos[0].contiguous(), sin[0].contiguous(), cache, step.metadata
+            hidden_states[0].contiguous(), cos[0].contiguous(), sin[0].contiguous(), bound.cache, metadata
         ).unsqueeze(0)
 
     return forward

@@ -69,7 +69,9 @@ def _forward(decoder: Any, own: Callable[..., Any], stack: NativeDecoderStack) -
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         step, embeds = kwargs.get("paged"), kwargs.get("inputs_embeds")
-        if args or not _as_usual(kwargs) or not isinstance(step, PagedStep) or embeds is None or embeds.shape[0] != 1:
+        if args or not _as_usual(kwargs) or not isinstance(step, PagedStep) or step.more_metadata:
+            return own(*args, **kwargs)
+        if embeds is None or embeds.shape[0] != 1:
             return own(*args, **kwargs)
         cos, sin = decoder.rotary_emb(embeds, position_ids=kwargs["position_ids"])
         if cos.dim() != 3 or cos.shape[:2] != embeds.shape[:2] or cos.dtype != embeds.dtype:

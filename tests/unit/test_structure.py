@@ -25,6 +25,7 @@ LEVELS = {
     "mmserve.engine": 4,
     "mmserve.requests": 5,
     "mmserve.assembly": 5,
+    "mmserve.batching": 5,
     "mmserve.pipeline": 5,
     "mmserve.testing": 6,
     "mmserve.bench": 6,
