@@ -14,7 +14,10 @@ from mmserve.errors import InputError, ModelOutputError, RequestError, Unsupport
 from mmserve.model.interface import ImageRows
 from processors.types import ImageItem
 
-__all__ = ["ImageEncoder", "find_image_features"]
+__all__ = ["LAYER_PREFIX", "ImageEncoder", "find_image_features", "merge_extra"]
+
+LAYER_PREFIX = "layer "
+"""Name of extra rows that are added before the layer whose number follows."""
 
 
 def find_image_features(model: nn.Module) -> Callable[..., Any] | None:
@@ -62,13 +65,25 @@ class ImageEncoder:
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
             raise ModelOutputError(f"the vision tower failed on an image of {shapes}: {error}") from error
         expected = image.range.num_embeds
-        rows = self._own(_as_rows(output.pooler_output, self.width), expected, "rows")
         layers = getattr(output, "deepstack_features", None)
+        layers = [] if layers is None else list(layers)
+        if layers and isinstance(layers[0], tuple) and isinstance(layers[0][0], int):
+            return self._for_layers(layers, expected)
+        features = output.pooler_output if output.pooler_output is not None else output.last_hidden_state
+        rows = self._own(_as_rows(features, self.width), expected, "rows")
         extra = {}
-        if layers is not None and len(layers):
+        if layers:
             stacked = [self._own(_as_rows(layer, self.width), expected, "DeepStack rows") for layer in layers]
             extra["deepstack"] = torch.stack(stacked)
         return ImageRows(rows=rows, extra=extra)
+
+    def _for_layers(self, layers: Sequence[tuple[int, Any]], expected: int) -> ImageRows:
+        """Rows that come in at layers of given numbers only (Granite 4 Vision): none take an embedding's place."""
+        extra = {
+            f"{LAYER_PREFIX}{layer}": self._own(_as_rows(features, self.width), expected, f"rows of layer {layer}")
+            for layer, features in layers
+        }
+        return ImageRows(rows=torch.zeros(expected, self.width, dtype=self.dtype, device=self.device), extra=extra)
 
     def _own(self, rows: torch.Tensor, expected: int, what: str) -> torch.Tensor:
         """Checked, cast, and in storage of its own: a view would keep a whole batch of features alive."""

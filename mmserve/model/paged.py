@@ -18,11 +18,12 @@ from torch import nn
 from mmserve.attention.interface import AttentionSpec, LayerCache
 from mmserve.attention.registry import BackendChoice
 from mmserve.errors import EngineError, InputError, UnsupportedModelError
-from mmserve.model.image_rows import ImageEncoder, merge_extra
+from mmserve.model.image_rows import ImageEncoder
 from mmserve.model.interface import CacheSpec, ImageRows, LayerCacheSpec, PackedBatch, PromptPlan
 from mmserve.model.positions import find_rope_index, mrope_positions, plain_positions
 from mmserve.model.spans import SpanRule
 from mmserve.model.text_attention import LayerBinding, PagedStep
+from mmserve.model.text_inputs import find_text_inputs
 from processors.types import ImageItem, ProcessedPrompt
 
 __all__ = ["PagedLayer", "PagedModel"]
@@ -65,6 +66,7 @@ class PagedModel:
         self._embed_tokens: Any = self._model.get_input_embeddings()
         self._num_embeddings: int = self._embed_tokens.weight.shape[0]
         self._rope_index = find_rope_index(model)
+        self._text_inputs = find_text_inputs(model)
         self._bindings: Mapping[nn.Module, LayerBinding] = {}
 
     def cache_spec(self) -> CacheSpec:
@@ -112,12 +114,14 @@ class PagedModel:
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits float32 [M, V] of `batch.logit_indices`, after the model's own scale and caps."""
         positions = batch.positions[:, None]
+        targets = torch.cat([p.targets for p in batch.placements]) if batch.placements else None
         output = self._model(
-            inputs_embeds=self._embed(batch)[None],
+            inputs_embeds=self._embed(batch, targets)[None],
             position_ids=positions[0] if self._rope_index is None else positions,
             use_cache=False,
             logits_to_keep=batch.logit_indices,
-            paged=PagedStep(self._bindings, batch.attention, _text_inputs(batch)),
+            paged=PagedStep(self._bindings, batch.attention, self._text_inputs.at_the_door(batch)),
+            **self._text_inputs.outer(batch.token_ids, targets),
         )
         logits: torch.Tensor = output.logits[0]
         if logits.shape[0] != batch.logit_indices.shape[0]:
@@ -132,17 +136,16 @@ class PagedModel:
         """What was loaded, and which paths were chosen and why; JSON-friendly."""
         return self._about
 
-    def _embed(self, batch: PackedBatch) -> torch.Tensor:
-        """Embeddings [T, W] with the image rows in place.
+    def _embed(self, batch: PackedBatch, targets: torch.Tensor | None) -> torch.Tensor:
+        """Embeddings [T, W] with the image rows in place at `targets`.
 
         Ids at image positions are replaced before the lookup: they may lie outside the table. The
         model's own embedding is called, so a scale on text embeddings stays on text alone.
         """
         token_ids = batch.token_ids
-        if not batch.placements:
+        if targets is None:
             plain: torch.Tensor = self._embed_tokens(token_ids)
             return plain
-        targets = torch.cat([placement.targets for placement in batch.placements])
         rows = torch.cat([p.image.rows[p.first : p.first + p.targets.shape[0]] for p in batch.placements])
         embeds: torch.Tensor = self._embed_tokens(token_ids.index_fill(0, targets, 0))
         return embeds.index_copy(0, targets, rows.to(embeds.dtype))
@@ -157,16 +160,3 @@ class PagedModel:
                     f"token {token} at index {position} is not in the model's table of "
                     f"{self._num_embeddings} embeddings, and no image stands there"
                 )
-
-
-def _text_inputs(batch: PackedBatch) -> Mapping[str, Any]:
-    """What goes to the text model besides embeddings: DeepStack rows and the mask of where they go."""
-    placed = [(p.image.extra, p.first, p.targets.shape[0]) for p in batch.placements if p.image.extra]
-    if not placed:
-        return {}
-    mask = torch.zeros(1, batch.token_ids.shape[0], dtype=torch.bool, device=batch.token_ids.device)
-    targets = torch.cat([p.targets for p in batch.placements if p.image.extra])
-    mask[0, targets] = True
-    # The model reads the rows in the order of the mask, which is that of the packed batch.
-    rows = merge_extra(placed, "deepstack")[:, torch.argsort(targets)]
-    return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(rows)}
