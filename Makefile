@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 
-.PHONY: demo test lint types check-tests install sanitize soak clean help
+.PHONY: demo test lint types check-tests install conformance sanitize soak clean help
 
 help:
 	@echo "make demo   create $(VENV), install, ask the demo model about a few pictures"
 	@echo "make test   install what tests need; run lint, types and all tests"
 	@echo "make lint | types | check-tests   one part of make test"
+	@echo "make conformance  every family against generate(), long form; writes docs/supported-models.md"
 	@echo "make sanitize  the CPU kernels under sanitizers"
 	@echo "make soak COUNT=2000 SEED=0 DEMO=40   mixed requests, each as if it were alone"
 	@echo "make clean  remove $(VENV) and everything that was made in this folder"
@@ -42,6 +43,9 @@ check-tests: $(STAMPS)/dev
 	$(BIN)/python -m pytest
 
 test: lint types check-tests
+
+conformance: $(STAMPS)/dev
+	$(BIN)/mmserve conformance
 
 # The kernels under the address and undefined-behaviour sanitizers, on buffers with guard pages.
 sanitize:

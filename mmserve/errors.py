@@ -18,7 +18,8 @@
     ├── EngineError                 fatal: the engine as a whole
     │   ├── EngineDeadError         a step failed; every waiter and every later call hears why
     │   └── PipelineClosedError     used after close()
-    └── FixtureError                a golden fixture can not be read or written
+    ├── FixtureError                a golden fixture can not be read or written
+    └── ConformanceError            packed answers differ from those of generate(); says where and how
 
 Messages name the thing, the numbers and the way out.
 """
@@ -29,6 +30,7 @@ __all__ = [
     "BackendError",
     "CapacityError",
     "ConfigError",
+    "ConformanceError",
     "DeadlineExceeded",
     "EngineDeadError",
     "EngineError",
@@ -122,3 +124,7 @@ class PipelineClosedError(EngineError):
 
 class FixtureError(MMServeError):
     """A golden fixture can not be read or written."""
+
+
+class ConformanceError(MMServeError):
+    """Packed answers differ from those of transformers' own `generate()`; says where and how."""

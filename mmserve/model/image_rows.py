@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from mmserve.errors import InputError, ModelOutputError, RequestError
 from mmserve.model.interface import ImageRows
 from processors.types import ImageItem
 
-__all__ = ["ImageEncoder", "find_image_features"]
+__all__ = ["LAYER_PREFIX", "ImageEncoder", "find_image_features", "merge_extra"]
+
+LAYER_PREFIX = "layer "
+"""Name of extra rows that are added before the layer whose number follows."""
 
 
 def find_image_features(model: nn.Module) -> Callable[..., Any] | None:
@@ -62,13 +66,24 @@ class ImageEncoder:
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
             raise ModelOutputError(f"the vision tower failed on an image of {shapes}: {error}") from error
         expected = image.range.num_embeds
-        rows = self._own(_as_rows(_features(output), self.width), expected, "rows")
         layers = getattr(output, "deepstack_features", None)
+        layers = [] if layers is None else list(layers)
+        if layers and isinstance(layers[0], tuple) and isinstance(layers[0][0], int):
+            return self._for_layers(layers, expected)
+        rows = self._own(_as_rows(_features(output), self.width), expected, "rows")
         extra = {}
-        if layers is not None and len(layers):
+        if layers:
             stacked = [self._own(_as_rows(layer, self.width), expected, "DeepStack rows") for layer in layers]
             extra["deepstack"] = torch.stack(stacked)
         return ImageRows(rows=rows, extra=extra)
+
+    def _for_layers(self, layers: Sequence[tuple[int, Any]], expected: int) -> ImageRows:
+        """Rows that come in at layers of given numbers only (Granite 4 Vision): none take an embedding's place."""
+        extra = {
+            f"{LAYER_PREFIX}{layer}": self._own(_as_rows(features, self.width), expected, f"rows of layer {layer}")
+            for layer, features in layers
+        }
+        return ImageRows(rows=torch.zeros(expected, self.width, dtype=self.dtype, device=self.device), extra=extra)
 
     def _own(self, rows: torch.Tensor, expected: int, what: str) -> torch.Tensor:
         """Checked, cast, and in storage of its own: a view would keep a whole batch of features alive."""
@@ -84,16 +99,21 @@ class ImageEncoder:
 
 
 def _features(output: Any) -> Any:
-    """The features in what `get_image_features` gives: an output object or dict with `pooler_output`, or themselves.
+    """The features in what `get_image_features` gives: an output object or dict, or themselves.
 
     Raises:
-        ModelOutputError: It gives something else, or an output whose features the model itself would still project.
+        ModelOutputError: It gives something else.
     """
     if isinstance(output, (torch.Tensor, list, tuple)) and not hasattr(output, "pooler_output"):
         return output
-    found = output.get("pooler_output") if isinstance(output, Mapping) else getattr(output, "pooler_output", None)
+    get = output.get if isinstance(output, Mapping) else partial(getattr, output)
+    found = get("pooler_output", None)
     if found is None:
-        raise ModelOutputError(f"get_image_features gives {type(output).__name__} without features in pooler_output")
+        found = get("last_hidden_state", None)
+    if found is None:
+        raise ModelOutputError(
+            f"get_image_features gives {type(output).__name__} with neither pooler_output nor last_hidden_state"
+        )
     return found
 
 

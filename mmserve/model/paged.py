@@ -18,11 +18,12 @@ from torch import nn
 from mmserve.attention.interface import AttentionSpec, LayerCache
 from mmserve.attention.registry import BackendChoice
 from mmserve.errors import EngineError, InputError, UnsupportedModelError
-from mmserve.model.image_rows import ImageEncoder, merge_extra
+from mmserve.model.image_rows import ImageEncoder
 from mmserve.model.interface import CacheSpec, ImageRows, LayerCacheSpec, PackedBatch, PromptPlan
 from mmserve.model.positions import find_rope_index, mrope_positions, plain_positions
 from mmserve.model.spans import SpanRule
 from mmserve.model.text_attention import LayerBinding, PagedStep
+from mmserve.model.text_inputs import find_text_inputs
 from processors.types import ImageItem, ProcessedPrompt
 
 __all__ = ["PagedLayer", "PagedModel"]
@@ -37,14 +38,20 @@ class PagedLayer:
     choice: BackendChoice
 
 
-_Forward = Callable[[torch.Tensor, torch.Tensor, PagedStep, torch.Tensor], torch.Tensor]
-"""embeds [1, T, W], position ids, step, indices int64 [M] -> logits [M, V]"""
+_Forward = Callable[[torch.Tensor, torch.Tensor, PagedStep, torch.Tensor, Mapping[str, Any]], torch.Tensor]
+"""embeds [1, T, W], position ids, step, indices int64 [M], further arguments of the outer model -> logits [M, V]"""
 
 
 def _whole_model(model: Any) -> _Forward:
-    def run(embeds: torch.Tensor, position_ids: torch.Tensor, step: PagedStep, wanted: torch.Tensor) -> torch.Tensor:
+    def run(
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        step: PagedStep,
+        wanted: torch.Tensor,
+        more: Mapping[str, Any],
+    ) -> torch.Tensor:
         output = model(
-            inputs_embeds=embeds, position_ids=position_ids, use_cache=False, logits_to_keep=wanted, paged=step
+            inputs_embeds=embeds, position_ids=position_ids, use_cache=False, logits_to_keep=wanted, paged=step, **more
         )
         logits: torch.Tensor = output.logits[0]
         # A few families take no logits_to_keep and compute them all.
@@ -56,7 +63,9 @@ def _whole_model(model: Any) -> _Forward:
 def _decoder_and_head(model: Any) -> _Forward:
     decoder, head = model.get_decoder(), model.get_output_embeddings()
 
-    def run(embeds: torch.Tensor, position_ids: torch.Tensor, step: PagedStep, wanted: torch.Tensor) -> torch.Tensor:
+    def run(
+        embeds: torch.Tensor, position_ids: torch.Tensor, step: PagedStep, wanted: torch.Tensor, _: Mapping[str, Any]
+    ) -> torch.Tensor:
         output = decoder(inputs_embeds=embeds, position_ids=position_ids, use_cache=False, paged=step)
         logits: torch.Tensor = head(output.last_hidden_state[0, wanted])
         return logits
@@ -92,6 +101,7 @@ class PagedModel:
         self._embed_tokens: Any = self._model.get_input_embeddings()
         self._num_embeddings: int = self._embed_tokens.weight.shape[0]
         self._rope_index = find_rope_index(model)
+        self._text_inputs = find_text_inputs(model)
         self._bindings: Mapping[nn.Module, LayerBinding] = {}
         self._run: _Forward = _whole_model(model)
         self._forward_note = "the whole model"
@@ -147,11 +157,13 @@ class PagedModel:
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits float32 [M, V] of `batch.logit_indices`, after the model's own scale and caps."""
         positions = batch.positions[:, None]
+        targets = torch.cat([p.targets for p in batch.placements]) if batch.placements else None
         return self._run(
-            self._embed(batch)[None],
+            self._embed(batch, targets)[None],
             positions[0] if self._rope_index is None else positions,
-            PagedStep(self._bindings, batch.attention, _text_inputs(batch), batch.more_attention),
+            PagedStep(self._bindings, batch.attention, self._text_inputs.at_the_door(batch), batch.more_attention),
             batch.logit_indices,
+            self._text_inputs.outer(batch.token_ids, targets),
         ).float()
 
     @torch.inference_mode()
@@ -164,6 +176,9 @@ class PagedModel:
         Args:
             trials: Batches of text, over a cache that is bound.
         """
+        if self._text_inputs.takes_more:
+            self._forward_note = "the whole model: its text model takes more than embeddings"
+            return
         expected = [self.forward(trial) for trial in trials]
         whole, self._run = self._run, _decoder_and_head(self._model)
         try:
@@ -191,17 +206,16 @@ class PagedModel:
         reach = min(limits, default=None)
         return None if reach is None or (self.max_position is not None and reach >= self.max_position) else reach
 
-    def _embed(self, batch: PackedBatch) -> torch.Tensor:
-        """Embeddings [T, W] with the image rows in place.
+    def _embed(self, batch: PackedBatch, targets: torch.Tensor | None) -> torch.Tensor:
+        """Embeddings [T, W] with the image rows in place at `targets`.
 
         Ids at image positions are replaced before the lookup: they may lie outside the table. The
         model's own embedding is called, so a scale on text embeddings stays on text alone.
         """
         token_ids = batch.token_ids
-        if not batch.placements:
+        if targets is None:
             plain: torch.Tensor = self._embed_tokens(token_ids)
             return plain
-        targets = torch.cat([placement.targets for placement in batch.placements])
         rows = torch.cat([p.image.rows[p.first : p.first + p.targets.shape[0]] for p in batch.placements])
         embeds: torch.Tensor = self._embed_tokens(token_ids.index_fill(0, targets, 0))
         return embeds.index_copy(0, targets, rows.to(embeds.dtype))
@@ -221,16 +235,3 @@ class PagedModel:
 def _farther(one: int | None, other: int | None) -> int | None:
     """The farther of two reaches, of layers that share a cache."""
     return None if one is None or other is None else max(one, other)
-
-
-def _text_inputs(batch: PackedBatch) -> Mapping[str, Any]:
-    """What goes to the text model besides embeddings: DeepStack rows and the mask of where they go."""
-    placed = [(p.image.extra, p.first, p.targets.shape[0]) for p in batch.placements if p.image.extra]
-    if not placed:
-        return {}
-    mask = torch.zeros(1, batch.token_ids.shape[0], dtype=torch.bool, device=batch.token_ids.device)
-    targets = torch.cat([p.targets for p in batch.placements if p.image.extra])
-    mask[0, targets] = True
-    # The model reads the rows in the order of the mask, which is that of the packed batch.
-    rows = merge_extra(placed, "deepstack")[:, torch.argsort(targets)]
-    return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(rows)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fixtures.tiny_models.oracle import Reference
 
 from fixtures.tiny_models.conformance import TOLERANCE, Case
 from fixtures.tiny_models.families import FAMILIES
-from fixtures.tiny_models.oracle import Reference
 from mmserve.config import EngineConfig
 from mmserve.engine.core import Engine
 from mmserve.testing import ByteTokenizer

@@ -31,6 +31,7 @@ LEVELS = {
     "mmserve.bench": 6,
     "mmserve.demo": 6,
     "mmserve.inspect": 6,
+    "mmserve.conformance": 6,
     "mmserve.cli": 7,
     "mmserve.__main__": 7,
 }
