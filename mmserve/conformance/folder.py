@@ -12,9 +12,9 @@ from mmserve.assembly import load_processor, process_request
 from mmserve.config import EngineConfig
 from mmserve.conformance.subject import Subject
 from mmserve.errors import InputError, UnsupportedModelError
-from mmserve.model.build import read_config
 from mmserve.model.checkpoint import open_checkpoint
 from mmserve.model.generate_inputs import generate_inputs
+from mmserve.model.model_config import read_config
 from mmserve.types import GenerationRequest, ImageInput
 from processors.types import ProcessedPrompt
 
