@@ -16,7 +16,7 @@ from mmserve.model import text_attention
 from mmserve.model.build import build_model, read_config
 from mmserve.model.checkpoint import Checkpoint, open_checkpoint
 from mmserve.model.generate_path import GenerateModel
-from mmserve.model.image_rows import ImageEncoder, find_image_features
+from mmserve.model.image_rows import ImageEncoder, deepstack_layers, find_image_features
 from mmserve.model.paged import PagedLayer, PagedModel
 from mmserve.model.precision import Precision, resolve_device, resolve_precision
 from mmserve.model.probe import AttentionProfile, probe_attention
@@ -200,10 +200,11 @@ def _assemble(
 ) -> PagedModel:
     features = find_image_features(loaded.model)
     embeddings = loaded.model.get_input_embeddings().weight
+    layered = deepstack_layers(loaded.model.config)
     return PagedModel(
         loaded.model,
         layers,
-        ImageEncoder(features, embeddings.shape[1], embeddings.dtype, loaded.device) if features else None,
+        ImageEncoder(features, embeddings.shape[1], embeddings.dtype, loaded.device, layered) if features else None,
         rule,
         vocab_size=loaded.vocab_size,
         forbidden_token_ids=loaded.forbidden_token_ids,
