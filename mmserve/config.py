@@ -56,6 +56,25 @@ class EngineConfig(Schema):
     processor_cache_memory: int = Field(
         default=GiB // 4, ge=0, description="Bytes of processed images kept, so that one seen before is not processed."
     )
+    tensor_parallel: int = Field(
+        default=1, ge=1, le=64, description="Processes that share each layer of the model; this one is the first."
+    )
+    pipeline_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Stages that the model's layers are dealt to, tensor_parallel processes each.",
+    )
+    tensor_parallel_plan: dict[str, str] | None = Field(
+        default=None,
+        description="Patterns of module names (numbers as *) and the style of each; None: the model's own plan.",
+    )
+    rank_timeout: float = Field(
+        default=600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds after which a process of a parallel engine that is silent counts as lost.",
+    )
     attention_backend: str = Field(default="auto", description="'auto', or the name of one backend to force.")
     max_image_pixels: int = Field(default=64 * 1024 * 1024, ge=1, description="Largest picture read, in pixels.")
     max_image_bytes: int = Field(

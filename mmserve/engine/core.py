@@ -33,6 +33,7 @@ from mmserve.engine.request import Request
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import Scheduler, SchedulerLimits
 from mmserve.engine.sizing import resolve_limits
+from mmserve.engine.steps import LocalSteps, StepRunner, Team
 from mmserve.engine.ticket import Ticket
 from mmserve.errors import InvalidRequestError
 from mmserve.model.interface import Model
@@ -52,9 +53,11 @@ class Engine:
         identity: Names the weights, adapter and dtype: part of every prefix key.
         generation_config: The model's defaults for sampling (a GenerationConfig, a mapping, or None).
         device: Where the model computes.
+        team: The other processes of a parallel engine, whose first rank `model` is; None: there are none.
 
     Raises:
         ConfigError: The options do not fit this model.
+        MMServeError: A worker of the team could not load its part.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class Engine:
         identity: str,
         generation_config: Any = None,
         device: Any = "cpu",
+        team: Team | None = None,
     ) -> None:
         self._model = model
+        self._team = team
         self._config = config
         self._generation_config = generation_config
         # Copies of its own: a fast tokenizer must not be read in one thread while another changes its settings, as
@@ -75,7 +80,8 @@ class Engine:
         self._encoder = copy.deepcopy(tokenizer)
         self._encoder_lock = threading.Lock()
         self._decoder = TextDecoder(copy.deepcopy(tokenizer))
-        self.limits: SchedulerLimits = resolve_limits(config, model)
+        most = None if team is None else team.most_bytes_per_token(model.cache_spec().bytes_per_token())
+        self.limits: SchedulerLimits = resolve_limits(config, model, most)
         # A model that keeps state of its own must compute every token itself.
         self._prefix_caching = config.enable_prefix_caching and not model.needs_sequences
         index = PrefixIndex(identity) if self._prefix_caching else None
@@ -87,9 +93,11 @@ class Engine:
             max_num_seqs=self.limits.max_num_seqs,
             max_model_len=self.limits.max_model_len,
             device=device,
+            samples=team is None or team.samples_here,
         )
         self._arrivals = itertools.count()
-        self._loop = EngineLoop(self._scheduler, self._runner, config.max_queue)
+        steps: StepRunner = LocalSteps(self._runner) if team is None else team.run_with(self._runner, self.limits)
+        self._loop = EngineLoop(self._scheduler, steps, config.max_queue)
         # The loop knows nothing of this object: dropping it, or leaving the program, ends the thread too.
         self._finalizer = weakref.finalize(self, self._loop.close)
 
@@ -133,6 +141,11 @@ class Engine:
         arrival = now if arrival is None else arrival
         self._loop.check_alive()
         request_id = secrets.token_hex(8) if request_id is None else request_id
+        if logits_processors and self._team is not None and not self._team.samples_here:
+            raise InvalidRequestError(
+                "logits_processors run where tokens are chosen, which under pipeline_parallel is another process: "
+                "use tensor_parallel alone with them"
+            )
         if "#" in request_id:
             raise InvalidRequestError(f"a request id has no '#' (it marks further answers), unlike {request_id!r}")
         sampling = self._resolve(prompt, sampling or SamplingParams())
@@ -163,6 +176,7 @@ class Engine:
             **dataclasses.asdict(self.limits),
             "prefix_caching": self._prefix_caching,
             "sampling_defaults": describe_defaults(self._generation_config),
+            "workers": [] if self._team is None else self._team.describe(),
         }
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ fit. What it would only warn of is an error here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from mmserve.errors import ModelLoadError, UnsupportedModelError, WeightsError
 from mmserve.model.checkpoint import Checkpoint
 from mmserve.model.generation import load_generation_config
 from mmserve.model.precision import Precision
+from mmserve.parallel.rank import RankShape
 
 __all__ = ["build_model", "read_config"]
 
@@ -37,13 +38,18 @@ def read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
 
 
 def build_model(
-    checkpoint: Checkpoint, config: Any, precision: Precision, device: torch.device, trust_remote_code: bool
+    checkpoint: Checkpoint,
+    config: Any,
+    precision: Precision,
+    device: torch.device,
+    trust_remote_code: bool,
+    rank: RankShape | None = None,
 ) -> Any:
-    """The model on `device` in `precision`, for inference.
+    """The model on `device` in `precision`, for inference; one rank's part of it if `rank` is given.
 
     Raises:
         UnsupportedModelError: No image+text or causal language model of this type, or it lacks a library; or
-            generation_config.json can not be read.
+            generation_config.json can not be read; or it can not be dealt to ranks.
         WeightsError: Weights are missing, unexpected or of the wrong shape; lists them.
         ModelLoadError: The device does not take the model: out of memory, most often.
     """
@@ -54,10 +60,13 @@ def build_model(
     try:
         cls = _model_class(checkpoint, config, trust_remote_code)
         with ExitStack() as files, _quiet():
+            tensors = _lazy_tensors(checkpoint, files)
+            if rank is not None:
+                cls = _shaped(cls, lambda model: rank.shape(model, tensors))
             model, info = cls.from_pretrained(
                 None,
                 config=config,
-                state_dict=_lazy_tensors(checkpoint, files),
+                state_dict=tensors,
                 dtype=precision.dtype,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -71,6 +80,8 @@ def build_model(
         raise WeightsError(f"the weights of {str(checkpoint.folder)!r} can not be loaded: {error}") from error
     _check_names(checkpoint, info)
     _check_values(checkpoint, model)
+    if rank is not None:
+        rank.finish(model)
     if generation is not None and model.can_generate():
         model.generation_config = generation
     try:
@@ -80,6 +91,17 @@ def build_model(
             f"the model of {str(checkpoint.folder)!r} can not be put on {str(device)!r}: "
             + " ".join(str(error).split())[:300]
         ) from error
+
+
+def _shaped(cls: Any, shape: Callable[[Any], None]) -> Any:
+    """A class whose constructor makes an instance of `cls` and shapes it, before the loader sees it."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, *args, **kwargs)
+        self.__class__ = cls
+        shape(self)
+
+    return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
 
 
 @contextmanager

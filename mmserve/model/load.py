@@ -24,6 +24,8 @@ from mmserve.model.proven import PROVEN
 from mmserve.model.refused import REFUSED
 from mmserve.model.selfcheck import check_agreement, plain_logits
 from mmserve.model.spans import SpanRule
+from mmserve.model.stage import StageLink
+from mmserve.parallel.rank import RankShape
 
 if TYPE_CHECKING:
     from mmserve.model.replace import Replacement
@@ -43,6 +45,7 @@ def load_model(
     path: Literal["auto", "paged", "generate"] = "auto",
     replace: bool = True,
     trust_remote_code: bool = False,
+    rank: RankShape | None = None,
 ) -> PagedModel | GenerateModel:
     """Load a model folder.
 
@@ -56,10 +59,11 @@ def load_model(
             request at a time; "auto": paged where that is proven, and `describe()` says why not.
         replace: Whether layers may be replaced by faster ones that give the same; `describe()` lists them.
         trust_remote_code: Whether to run Python files that come with the folder.
+        rank: Load this rank's part alone; all ranks load at the same time.
 
     Raises:
         ModelNotFoundError: No such folder, or no config.json in it.
-        UnsupportedModelError: The architecture is unknown or can not run here; says why.
+        UnsupportedModelError: The architecture is unknown or can not run here, or not over several ranks; says why.
         WeightsError: Weights are missing, unexpected, truncated or of the wrong shape.
         ConfigError: A dtype, device or path that can not be.
         BackendError: The attention backend is unknown, or declined, or is forced on a model that goes to generate().
@@ -79,14 +83,19 @@ def load_model(
     precision = resolve_precision(dtype, checkpoint.tensors, config, where)
 
     def build() -> _Loaded:
-        model = build_model(checkpoint, config, precision, where, trust_remote_code)
-        return _Loaded(model, checkpoint, precision, where)
+        model = build_model(checkpoint, config, precision, where, trust_remote_code, rank)
+        return _Loaded(model, checkpoint, precision, where, rank)
 
     def generate(loaded: _Loaded, reason: str) -> GenerateModel:
         if attention_backend != "auto":
             raise BackendError(
                 f"attention_backend {attention_backend!r} can not be forced: the model runs through transformers' own "
                 f"generate(), which has no attention backend of ours ({reason}); take attention_backend='auto'"
+            )
+        if rank is not None and rank.leftovers is not None:
+            raise UnsupportedModelError(
+                f"pipeline_parallel needs the packed path, and {checkpoint.model_type!r} runs through transformers' "
+                f"own generate() ({reason}): take tensor_parallel instead"
             )
         return _generate_model(loaded, reason)
 
@@ -96,7 +105,7 @@ def load_model(
     if path == "auto" and find_image_features(loaded.model) and checkpoint.model_type not in PROVEN:
         return generate(loaded, f"the packed path of {checkpoint.model_type!r} models is not proven")
     try:
-        profile = probe_attention(loaded.model)
+        profile = probe_attention(loaded.model, rank.leftovers if rank is not None else None)
     except UnsupportedModelError as error:
         if path == "paged":
             raise
@@ -118,12 +127,14 @@ class _Loaded:
     checkpoint: Checkpoint
     precision: Precision
     device: torch.device
+    rank: RankShape | None
 
     @property
     def vocab_size(self) -> int:
         head = self.model.get_output_embeddings()
         if head is not None and getattr(head, "weight", None) is not None:
-            return int(head.weight.shape[0])
+            # Of a head that is dealt to ranks, the weight is a part.
+            return int(getattr(head, "out_features", head.weight.shape[0]))
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     @property
@@ -146,6 +157,7 @@ class _Loaded:
             "dtype_reason": self.precision.reason,
             "device": str(self.device),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "parallel": None if self.rank is None else self.rank.describe(),
             **more,
         }
 
@@ -171,7 +183,8 @@ def _paged_model(
 ) -> PagedModel:
     """Route, replace, check against the plain model."""
     model, dtype = loaded.model, loaded.precision.dtype
-    expected = plain_logits(model, loaded.vocab_size)
+    stage = StageLink.of(loaded.rank, model.get_input_embeddings().weight, loaded.device)
+    expected = plain_logits(model, loaded.vocab_size, stage)
     layers = [
         PagedLayer(module, spec, choose_backend(backends, spec, dtype, loaded.device, block_size))
         for module, spec in profile.specs.items()
@@ -180,7 +193,7 @@ def _paged_model(
     text_attention.route(model, text_attention.NAME)
     text_attention.open_door(model)
     replaced = _replace(model, layers) if replace else ()
-    paged = _assemble(loaded, layers, profile.span_rule, replaced)
+    paged = _assemble(loaded, layers, profile.span_rule, replaced, stage)
     check_agreement(paged, expected, block_size, dtype)
     return paged
 
@@ -196,7 +209,11 @@ def _replace(model: Any, layers: Sequence[PagedLayer]) -> tuple[Replacement, ...
 
 
 def _assemble(
-    loaded: _Loaded, layers: Sequence[PagedLayer], rule: SpanRule, replaced: Sequence[Replacement]
+    loaded: _Loaded,
+    layers: Sequence[PagedLayer],
+    rule: SpanRule,
+    replaced: Sequence[Replacement],
+    stage: StageLink | None,
 ) -> PagedModel:
     features = find_image_features(loaded.model)
     embeddings = loaded.model.get_input_embeddings().weight
@@ -208,6 +225,7 @@ def _assemble(
         vocab_size=loaded.vocab_size,
         forbidden_token_ids=loaded.forbidden_token_ids,
         max_position=loaded.max_position,
+        stage=stage,
         about=loaded.about(
             path="paged",
             path_reason="every text layer goes through the attention interface by a rule that backends know",

@@ -22,6 +22,7 @@ from mmserve.model.image_rows import ImageEncoder, merge_extra
 from mmserve.model.interface import CacheSpec, ImageRows, LayerCacheSpec, PackedBatch, PromptPlan
 from mmserve.model.positions import find_rope_index, mrope_positions, plain_positions
 from mmserve.model.spans import SpanRule
+from mmserve.model.stage import StageLink
 from mmserve.model.text_attention import LayerBinding, PagedStep
 from processors.types import ImageItem, ProcessedPrompt
 
@@ -53,6 +54,7 @@ class PagedModel:
         forbidden_token_ids: tuple[int, ...],
         max_position: int | None,
         about: Mapping[str, object],
+        stage: StageLink | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.forbidden_token_ids = forbidden_token_ids
@@ -62,8 +64,10 @@ class PagedModel:
         self._encoder = encoder
         self._span_rule = span_rule
         self._about = about
+        self._stage = stage
         self._embed_tokens: Any = self._model.get_input_embeddings()
-        self._num_embeddings: int = self._embed_tokens.weight.shape[0]
+        # Of a table that is dealt to ranks, the weight is a part.
+        self._num_embeddings: int = getattr(self._embed_tokens, "num_embeddings", self._embed_tokens.weight.shape[0])
         self._rope_index = find_rope_index(model)
         self._bindings: Mapping[nn.Module, LayerBinding] = {}
 
@@ -110,20 +114,33 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits float32 [M, V] of `batch.logit_indices`, after the model's own scale and caps."""
-        positions = batch.positions[:, None]
-        output = self._model(
-            inputs_embeds=self._embed(batch)[None],
-            position_ids=positions[0] if self._rope_index is None else positions,
-            use_cache=False,
-            logits_to_keep=batch.logit_indices,
-            paged=PagedStep(self._bindings, batch.attention, _text_inputs(batch)),
-        )
+        """Logits float32 [M, V] of `batch.logit_indices`, after the model's own scale and caps.
+
+        On a pipeline stage that is not the last there are none: [0, V].
+        """
+        if self._stage is None:
+            output = self._call(batch, self._embed(batch), _text_inputs(batch), None)
+        else:
+            output = self._stage.run(batch, self._embed, _text_inputs, self._call)
+        if output is None:
+            return torch.empty(0, self.vocab_size)
         logits: torch.Tensor = output.logits[0]
         if logits.shape[0] != batch.logit_indices.shape[0]:
             # A few families take no logits_to_keep and compute them all.
             logits = logits[batch.logit_indices]
         return logits.float()
+
+    def _call(
+        self, batch: PackedBatch, embeds: torch.Tensor, text_inputs: Mapping[str, Any], entering: torch.Tensor | None
+    ) -> Any:
+        positions = batch.positions[:, None]
+        return self._model(
+            inputs_embeds=embeds[None],
+            position_ids=positions[0] if self._rope_index is None else positions,
+            use_cache=False,
+            logits_to_keep=batch.logit_indices,
+            paged=PagedStep(self._bindings, batch.attention, text_inputs, entering),
+        )
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Nothing of a request is kept here."""

@@ -45,11 +45,13 @@ class PagedStep:
         layers: Each attention module of the text model and what serves it.
         metadata: How this batch lies over the cache.
         text_inputs: Further arguments of the text model, put in at its door (DeepStack rows, ...).
+        entering: On a later pipeline stage, the rows [1, T, W] that the stage before sent.
     """
 
     layers: Mapping[nn.Module, LayerBinding]
     metadata: AttentionMetadata
     text_inputs: Mapping[str, Any] = field(default_factory=dict)
+    entering: torch.Tensor | None = None
 
 
 def register() -> None:
