@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mmserve.engine.batch import StepOutput
     from mmserve.engine.runner import ModelRunner
     from mmserve.parallel.layout import Place
     from mmserve.parallel.workers.wire import Setup, Step
@@ -106,7 +107,7 @@ def _run_steps(connection: Connection, runner: ModelRunner, place: Place) -> boo
         runner.close()
 
 
-def _run(runner: ModelRunner, step: Step):  # type: ignore[no-untyped-def]
+def _run(runner: ModelRunner, step: Step) -> StepOutput:
     for sampled in step.learned:
         runner.learn(sampled)
     return runner.run(step.batch, failed=step.failed)
