@@ -4,13 +4,15 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 
-.PHONY: demo test lint types check-tests install sanitize clean help
+.PHONY: demo test lint types check-tests install conformance sanitize soak clean help
 
 help:
 	@echo "make demo   create $(VENV), install, ask the demo model about a few pictures"
 	@echo "make test   install what tests need; run lint, types and all tests"
 	@echo "make lint | types | check-tests   one part of make test"
+	@echo "make conformance  every family against generate(), long form; writes docs/supported-models.md"
 	@echo "make sanitize  the CPU kernels under sanitizers"
+	@echo "make soak COUNT=2000 SEED=0 DEMO=40   mixed requests, each as if it were alone"
 	@echo "make clean  remove $(VENV) and everything that was made in this folder"
 
 $(BIN)/python:
@@ -42,6 +44,9 @@ check-tests: $(STAMPS)/dev
 
 test: lint types check-tests
 
+conformance: $(STAMPS)/dev
+	$(BIN)/mmserve conformance
+
 # The kernels under the address and undefined-behaviour sanitizers, on buffers with guard pages.
 sanitize:
 	@mkdir -p build
@@ -49,6 +54,13 @@ sanitize:
 	  -Immserve/kernels/csrc tests/unit/mmserve/kernels/bounds.cpp mmserve/kernels/csrc/isa_*.cpp \
 	  mmserve/kernels/csrc/dispatch.cpp -o build/bounds
 	build/bounds
+
+# Requests to the mock model and to the demo model, against each by itself; see the script's head.
+COUNT ?= 2000
+SEED  ?= 0
+DEMO  ?= 40
+soak: $(STAMPS)/dev
+	$(BIN)/python tests/unit/mmserve/engine/soak.py --count $(COUNT) --seed $(SEED) --demo $(DEMO)
 
 clean:
 	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache

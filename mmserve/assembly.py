@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from mmserve.errors import ConfigError, InputError, InvalidRequestError, Unsuppo
 from mmserve.requests import image_inputs, plain_messages
 from mmserve.types import MIN_TEMPERATURE, SamplingParams
 from processors.errors import ProcessorError, UnsupportedProcessorError
+from processors.types import ProcessedPrompt
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
     from mmserve.parallel.workers.driver import Team
     from mmserve.types import GenerationRequest
     from processors import PromptProcessor
-    from processors.types import ProcessedPrompt
 
-__all__ = ["Parts", "assemble", "load_processor", "process_request", "resolve_folder"]
+__all__ = ["Parts", "assemble", "load_processor", "process_request", "resolve_folder", "worst_prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,10 @@ def assemble(
             device=device,
             attention_backend=config.attention_backend,
             block_size=config.block_size,
+            replace=config.replace_layers,
             trust_remote_code=trust_remote_code,
+            allow_pickled_weights=config.allow_pickled_weights,
+            ignore_weights=config.ignore_weights,
             rank=rank,
         )
 
@@ -97,7 +100,10 @@ def _start_team(
         device=resolve_device(device),
         attention_backend=config.attention_backend,
         block_size=config.block_size,
+        replace=config.replace_layers,
         trust_remote_code=trust_remote_code,
+        allow_pickled_weights=config.allow_pickled_weights,
+        ignore_weights=config.ignore_weights,
         plan=config.tensor_parallel_plan,
         timeout=config.rank_timeout,
     )
@@ -122,7 +128,26 @@ def _make_engine(
         identity=f"{folder.resolve()} as {about['dtype']}",
         generation_config=_checked_defaults(load_generation_config(folder, trust_remote_code=trust_remote_code)),
         device=about["device"],
+        worst_prompt=lambda num_tokens: worst_prompt(processor, num_tokens, config.max_images_per_step),
         team=team,
+    )
+
+
+def worst_prompt(processor: PromptProcessor, num_tokens: int, max_images: int) -> ProcessedPrompt:
+    """The prompt whose step takes most memory: as many of the largest images as fit and may be, then text."""
+    from PIL import Image
+
+    one = processor.process("<image>", [Image.new("RGB", processor.largest_image().size)], raw=True)
+    (image,), ids = one.images, one.token_ids
+    count = max(1, min(max_images, num_tokens // len(ids)))
+    text = max(0, num_tokens - count * len(ids))
+    images = tuple(
+        replace(image, key=f"trial-{n}", range=replace(image.range, offset=n * len(ids) + image.range.offset))
+        for n in range(count)
+    )
+    # Any token that is no image's is text; the embedding of one costs what that of any other does.
+    return ProcessedPrompt(
+        ids * count + (0,) * text, images, one.mm_token_type_ids * count + (0,) * (text if one.mm_token_type_ids else 0)
     )
 
 

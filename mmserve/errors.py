@@ -19,7 +19,8 @@
     │   ├── EngineDeadError         a step failed; every waiter and every later call hears why
     │   ├── WorkerError             a process of a parallel engine has died, failed or fallen silent
     │   └── PipelineClosedError     used after close()
-    └── FixtureError                a golden fixture can not be read or written
+    ├── FixtureError                a golden fixture can not be read or written
+    └── ConformanceError            packed answers differ from those of generate(); says where and how
 
 Messages name the thing, the numbers and the way out.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "BackendError",
     "CapacityError",
     "ConfigError",
+    "ConformanceError",
     "DeadlineExceeded",
     "EngineDeadError",
     "EngineError",
@@ -128,3 +130,7 @@ class PipelineClosedError(EngineError):
 
 class FixtureError(MMServeError):
     """A golden fixture can not be read or written."""
+
+
+class ConformanceError(MMServeError):
+    """Packed answers differ from those of transformers' own `generate()`; says where and how."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmserve.assembly import assemble, process_request, resolve_folder
+from mmserve.batching import BatchRun, give_up
 from mmserve.config import EngineConfig
-from mmserve.errors import DeadlineExceeded, InvalidRequestError, MMServeError, PipelineClosedError
+from mmserve.errors import DeadlineExceeded, InvalidRequestError, MMServeError, PipelineClosedError, RequestAborted
 from mmserve.requests import (
     Images,
     RequestLike,
@@ -28,6 +29,7 @@ from mmserve.types import GenerationOutput, GenerationRequest, Message, Sampling
 if TYPE_CHECKING:
     import torch
 
+    from mmserve.engine.batch import LogitsProcessor
     from mmserve.engine.core import RequestHandle
     from processors.types import ProcessedPrompt
 
@@ -81,6 +83,8 @@ class MMPipeline:
         self._model = parts.model
         self._engine = parts.engine
         self._workers = ThreadPoolExecutor(self._config.preprocess_threads, thread_name_prefix="mmserve-preprocess")
+        self._preparing: dict[str, bool] = {}  # id of a request with a worker -> whether it was aborted there
+        self._preparing_lock = threading.Lock()
         self._closed = False
 
     # -- asking ---------------------------------------------------------------------------------
@@ -95,6 +99,7 @@ class MMPipeline:
         processor_options: Mapping[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
         **sampling_options: Any,
     ) -> GenerationOutput:
         """Answer one question about no, one or several images; or run a whole `GenerationRequest`.
@@ -107,6 +112,8 @@ class MMPipeline:
             processor_options: Options of the model's own processor for this request.
             priority: Lower runs sooner.
             timeout: Seconds until the request is given up.
+            logits_processors: Your own code, called for each token as transformers' LogitsProcessor: (ids int64 [1, L],
+                scores float32 [1, V]) -> scores; in the engine's thread, so it should be quick.
             sampling_options: Fields of `SamplingParams`.
 
         Raises:
@@ -124,6 +131,7 @@ class MMPipeline:
             processor_options=processor_options,
             priority=priority,
             timeout=timeout,
+            logits_processors=logits_processors,
             **sampling_options,
         )
         return self._run(request)
@@ -136,6 +144,7 @@ class MMPipeline:
         processor_options: Mapping[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
         **sampling_options: Any,
     ) -> GenerationOutput:
         """Answer a conversation whose messages have OpenAI-style content parts, pictures where they stand.
@@ -151,6 +160,7 @@ class MMPipeline:
             processor_options=processor_options,
             priority=priority,
             timeout=timeout,
+            logits_processors=logits_processors,
             **sampling_options,
         )
         return self._run(request)
@@ -165,6 +175,7 @@ class MMPipeline:
         processor_options: Mapping[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
         **sampling_options: Any,
     ) -> DeltaStream:
         """As `generate`, yielding text as it comes; the deltas add up to the text, the last one has the output.
@@ -180,6 +191,7 @@ class MMPipeline:
             processor_options=processor_options,
             priority=priority,
             timeout=timeout,
+            logits_processors=logits_processors,
             **sampling_options,
         )
         return DeltaStream(self._start(request))
@@ -211,12 +223,12 @@ class MMPipeline:
     ) -> list[GenerationOutput | MMServeError]:
         """Answer many requests, many at once; results in the order of the requests.
 
-        Requests begin in order, at most twice `max_num_seqs` of them ahead of the oldest that is not answered.
+        Requests begin in order, the next whenever one is answered, at most twice `max_num_seqs` at a time.
 
         Args:
             requests: Requests, mappings of their fields, or (image, prompt) pairs.
-            on_error: "raise" aborts the rest at the first error, in the order of the requests; "return" puts the
-                error in its request's place.
+            on_error: "raise" raises the error of the first request, in their order, that fails, and aborts those after
+                it; "return" puts the error in its request's place.
             progress: Show a progress bar; None: as the pipeline's `progress` option says.
         """
         if on_error not in ("raise", "return"):
@@ -227,23 +239,22 @@ class MMPipeline:
                 f"requests is a list or another iterable of requests, not a {type(requests).__name__}"
             )
         waiting = list(requests)
-        results: list[GenerationOutput | MMServeError] = []
-        inflight: deque[Future[RequestHandle]] = deque()
         # Twice what a step can take keeps the engine busy; more would only hold decoded pictures in memory.
         window = min(self._config.max_queue, 2 * self._config.max_num_seqs)
         with self._progress_bar(len(waiting), progress) as bar:
-            try:
-                while len(results) < len(waiting):
-                    while len(inflight) < window and len(results) + len(inflight) < len(waiting):
-                        inflight.append(self._begin_like(waiting[len(results) + len(inflight)]))
-                    results.append(_outcome(inflight[0], on_error))
-                    inflight.popleft()
-                    bar.update()
-            except BaseException:
-                for begun in inflight:
-                    _give_up(begun)
-                raise
-        return results
+            return BatchRun(waiting, self._begin_like, window, on_error).run(bar.update)
+
+    def abort(self, request_id: str) -> bool:
+        """Give up the request of this id, wherever it is; from any thread. Who waits for it hears RequestAborted.
+
+        The id is the request's own `request_id`, or a stream's. Returns whether there was one to give up.
+        """
+        self._check_open()
+        with self._preparing_lock:
+            if request_id in self._preparing:
+                self._preparing[request_id] = True
+                return True
+        return self._engine.abort(request_id)
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -306,10 +317,10 @@ class MMPipeline:
         try:
             return begun.result(_bounded(request.timeout))
         except FutureTimeout:
-            _give_up(begun)
+            give_up(begun)
             raise _too_late(request) from None
         except BaseException:
-            _give_up(begun)
+            give_up(begun)
             raise
 
     async def _astart(self, request: GenerationRequest) -> RequestHandle:
@@ -318,10 +329,10 @@ class MMPipeline:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(begun), _bounded(request.timeout))
         except asyncio.TimeoutError:
-            _give_up(begun)
+            give_up(begun)
             raise _too_late(request) from None
         except BaseException:
-            _give_up(begun)
+            give_up(begun)
             raise
 
     def _begin_like(self, value: RequestLike) -> Future[RequestHandle]:
@@ -336,23 +347,47 @@ class MMPipeline:
     def _begin(self, request: GenerationRequest) -> Future[RequestHandle]:
         """Process the request on a worker thread and hand it to the engine."""
         self._check_open()
+        request_id = secrets.token_hex(8) if request.request_id is None else request.request_id
+        with self._preparing_lock:
+            if request_id in self._preparing:
+                raise InvalidRequestError(f"a request with id {request_id!r} is still running")
+            self._preparing[request_id] = False
         try:
-            return self._workers.submit(self._prepare_and_submit, request, time.monotonic())
+            return self._workers.submit(self._prepare_and_submit, request, request_id, time.monotonic())
         except RuntimeError:  # closed between the check and here
+            self._end_preparing(request_id)
             self._check_open()
             raise
 
-    def _prepare_and_submit(self, request: GenerationRequest, arrival: float) -> RequestHandle:
+    def _prepare_and_submit(self, request: GenerationRequest, request_id: str, arrival: float) -> RequestHandle:
+        try:
+            handle = self._prepare(request, request_id, arrival)
+        finally:
+            aborted = self._end_preparing(request_id)
+        if aborted:
+            handle.abort()
+        return handle
+
+    def _end_preparing(self, request_id: str) -> bool:
+        """The engine has the request, or nobody; returns whether it was aborted before."""
+        with self._preparing_lock:
+            return self._preparing.pop(request_id, False)
+
+    def _prepare(self, request: GenerationRequest, request_id: str, arrival: float) -> RequestHandle:
         self._check_open()
+        if self._preparing.get(request_id):
+            raise RequestAborted(f"request {request_id} was aborted")
         began = time.monotonic()
         prompt = process_request(self._processor, request)
         return self._engine.submit(
             prompt,
             request.sampling,
+            request_id=request_id,
             priority=request.priority,
             timeout=request.timeout,
             arrival=arrival,
             preprocess=time.monotonic() - began,
+            logits_processors=request.logits_processors,
         )
 
     def _progress_bar(self, total: int, wanted: bool | None) -> Any:
@@ -368,11 +403,12 @@ class MMPipeline:
 
 
 class DeltaStream(Iterator[StreamDelta]):
-    """The deltas of one request. Closing it, or letting go of it, aborts the request."""
+    """The deltas of one request, whose id is `request_id`. Closing it, or letting go of it, aborts the request."""
 
     def __init__(self, handle: RequestHandle) -> None:
         self._handle = handle
         self._deltas = iter(handle)
+        self.request_id = handle.request_id
 
     def __next__(self) -> StreamDelta:
         return next(self._deltas)
@@ -392,23 +428,3 @@ def _bounded(timeout: float | None) -> float | None:
 
 def _too_late(request: GenerationRequest) -> DeadlineExceeded:
     return DeadlineExceeded(f"the request was still being processed after its timeout of {request.timeout} s")
-
-
-def _outcome(begun: Future[RequestHandle], on_error: str) -> GenerationOutput | MMServeError:
-    try:
-        return begun.result().result()
-    except MMServeError as error:
-        if on_error == "raise":
-            raise
-        return error
-
-
-def _give_up(begun: Future[RequestHandle]) -> None:
-    """Abort a request of a batch that has failed, wherever it is."""
-    if not begun.cancel():
-        begun.add_done_callback(_abort_if_begun)
-
-
-def _abort_if_begun(begun: Future[RequestHandle]) -> None:
-    if not begun.cancelled() and begun.exception() is None:
-        begun.result().abort()

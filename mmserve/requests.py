@@ -46,6 +46,7 @@ def build_request(
     processor_options: Mapping[str, Any] | None = None,
     priority: int = 0,
     timeout: float | None = None,
+    logits_processors: Sequence[Any] = (),
     **sampling_options: Any,
 ) -> GenerationRequest:
     """The request of one `generate` call; a whole request in place of the image stands alone.
@@ -54,8 +55,8 @@ def build_request(
         InvalidRequestError: A field is unknown or out of range, or something stands beside a whole request.
     """
     if isinstance(image, GenerationRequest):
-        beside = (prompt, sampling, raw or None, processor_options, priority or None, timeout, sampling_options or None)
-        if any(value is not None for value in beside):
+        beside = (prompt, sampling, processor_options, timeout)
+        if any(value is not None for value in beside) or raw or priority or logits_processors or sampling_options:
             raise InvalidRequestError("a GenerationRequest carries its own fields: give nothing beside it")
         return image
     return GenerationRequest(
@@ -66,6 +67,7 @@ def build_request(
         processor_options=_or_empty(processor_options),
         priority=priority,
         timeout=timeout,
+        logits_processors=logits_processors,  # type: ignore[arg-type] # the type makes a tuple of it
     )
 
 
@@ -77,6 +79,7 @@ def chat_request(
     processor_options: Mapping[str, Any] | None = None,
     priority: int = 0,
     timeout: float | None = None,
+    logits_processors: Sequence[Any] = (),
     **sampling_options: Any,
 ) -> GenerationRequest:
     """The request of one `chat` call.
@@ -86,7 +89,11 @@ def chat_request(
     """
     fields: dict[str, Any] = {"messages": messages, "processor_options": _or_empty(processor_options)}
     return GenerationRequest(
-        **fields, sampling=_sampling(sampling, sampling_options), priority=priority, timeout=timeout
+        **fields,
+        sampling=_sampling(sampling, sampling_options),
+        priority=priority,
+        timeout=timeout,
+        logits_processors=logits_processors,  # type: ignore[arg-type] # the type makes a tuple of it
     )
 
 

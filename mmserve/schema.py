@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Strict, ValidationError
 from pydantic_core import ErrorDetails
 
 from mmserve.errors import ConfigError, InvalidRequestError, MMServeError
 
-__all__ = ["Schema"]
+__all__ = ["Bool", "Float", "Int", "Schema"]
+
+Int: TypeAlias = Annotated[int, Strict()]
+"""A whole number: not True, "5" or 5.0, which pydantic would take for one."""
+
+Float: TypeAlias = Annotated[float, Strict()]
+"""A number, whole ones included: not True or "0.5"."""
+
+Bool: TypeAlias = Annotated[bool, Strict()]
+"""True or False: not 1, "yes" or "off"."""
 
 SchemaT = TypeVar("SchemaT", bound="Schema")
 

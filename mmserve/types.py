@@ -6,9 +6,9 @@ import base64
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, WithJsonSchema, field_serializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_serializer, field_validator, model_validator
 
-from mmserve.schema import Schema
+from mmserve.schema import Bool, Float, Int, Schema
 
 __all__ = [
     "Content",
@@ -52,6 +52,9 @@ ImageSource: TypeAlias = Annotated[
         }
     ),
 ]
+
+
+LogitsProcessor: TypeAlias = Annotated[Any, WithJsonSchema({"not": {}, "description": "Python code: not in JSON."})]
 
 
 class ImageInput(Schema):
@@ -182,89 +185,99 @@ def _as_part(part: Any) -> Any:
     raise ValueError(f"a content part has type 'text', 'image' or 'image_url', not {str(kind)[:40]!r}")
 
 
-LogitBias: TypeAlias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
+LogitBias: TypeAlias = Annotated[Float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, (bool, float)):
+        raise ValueError(f"a token id is a whole number, not {value!r}")
+    return value
+
+
+TokenKey: TypeAlias = Annotated[int, BeforeValidator(_no_bool)]
+"""A token id as a key; in JSON keys are strings."""
 
 
 class SamplingParams(Schema):
     """How tokens are chosen. A field left at None takes the model's own generation config, shown by `describe()`."""
 
-    max_tokens: int | None = Field(
+    max_tokens: Int | None = Field(
         default=None,
         ge=1,
         le=MAX_INT,
         description="Most tokens to generate. None: the model's generation config, else 256.",
     )
-    min_tokens: int = Field(
+    min_tokens: Int = Field(
         default=0, ge=0, le=MAX_INT, description="No end token or stop string ends the text before this many."
     )
-    temperature: float | None = Field(
+    temperature: Float | None = Field(
         default=None,
         ge=0.0,
         le=100.0,
         allow_inf_nan=False,
         description="0 is greedy, else at least 0.001. None: the model's own; greedy if it does not sample.",
     )
-    top_k: int | None = Field(
+    top_k: Int | None = Field(
         default=None, ge=0, le=MAX_INT, description="Sample from the k likeliest tokens; 0: from all."
     )
-    top_p: float | None = Field(
+    top_p: Float | None = Field(
         default=None,
         gt=0.0,
         le=1.0,
         allow_inf_nan=False,
         description="Sample from the likeliest tokens that hold this probability.",
     )
-    min_p: float | None = Field(
+    min_p: Float | None = Field(
         default=None,
         ge=0.0,
         le=1.0,
         allow_inf_nan=False,
         description="Drop tokens less likely than min_p times the likeliest.",
     )
-    repetition_penalty: float | None = Field(
+    repetition_penalty: Float | None = Field(
         default=None,
         ge=1e-3,
         le=1e3,
         allow_inf_nan=False,
         description="Divide (or multiply, if negative) logits of prompt and output tokens.",
     )
-    presence_penalty: float = Field(
+    presence_penalty: Float = Field(
         default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False, description="Subtract from tokens already generated."
     )
-    frequency_penalty: float = Field(
+    frequency_penalty: Float = Field(
         default=0.0,
         ge=-2.0,
         le=2.0,
         allow_inf_nan=False,
         description="Subtract, times the count, from tokens already generated.",
     )
-    logit_bias: dict[int, LogitBias] = Field(
+    logit_bias: dict[TokenKey, LogitBias] = Field(
         default_factory=dict, description="Token id -> number added to its logit, -10000 to 10000."
     )
     bad_words: tuple[str, ...] = Field(default=(), description="Strings whose token sequences are never completed.")
-    allowed_token_ids: tuple[int, ...] | None = Field(
+    allowed_token_ids: tuple[Int, ...] | None = Field(
         default=None, min_length=1, description="Sample only from these ids."
     )
     stop: tuple[str, ...] = Field(default=(), description="Strings that end the text; never part of it.")
-    stop_token_ids: tuple[int, ...] = Field(default=(), description="Ids that end the text, besides the model's own.")
-    ignore_eos: bool = Field(default=False, description="Go on past the model's own end tokens.")
-    seed: int | None = Field(
+    stop_token_ids: tuple[Int, ...] = Field(default=(), description="Ids that end the text, besides the model's own.")
+    ignore_eos: Bool = Field(default=False, description="Go on past the model's own end tokens.")
+    seed: Int | None = Field(
         default=None, ge=0, lt=2**63, description="The same answer each time, whatever else is in the batch."
     )
-    n: int = Field(
+    n: Int = Field(
         default=1,
         ge=1,
         le=MAX_ANSWERS,
         description="Answers to draw; the first is the output, the further ones its `others`.",
     )
-    logprobs: int | None = Field(
+    logprobs: Int | None = Field(
         default=None,
         ge=0,
         le=MAX_LOGPROBS,
         description="Report each token's log-probability and that of this many likeliest. None: no report.",
     )
 
-    prompt_logprobs: int | None = Field(
+    prompt_logprobs: Int | None = Field(
         default=None,
         ge=0,
         le=MAX_LOGPROBS,
@@ -312,18 +325,45 @@ class GenerationRequest(Schema):
         min_length=1,
         description="A conversation with pictures inside. Not together with prompt or images.",
     )
-    raw: bool = Field(default=False, description="Take the prompt verbatim, without the chat template.")
+    raw: Bool = Field(default=False, description="Take the prompt verbatim, without the chat template.")
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     processor_options: dict[str, Any] = Field(
         default_factory=dict,
         description="Options of the model's own processor for this request (max_pixels, ...).",
     )
-    priority: int = Field(
+    priority: Int = Field(
         default=0, ge=-MAX_INT, le=MAX_INT, description="Lower runs sooner; equal ones in order of arrival."
     )
-    timeout: float | None = Field(
+    timeout: Float | None = Field(
         default=None, gt=0.0, allow_inf_nan=False, description="Seconds until the request is given up."
     )
+    request_id: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=128,
+        pattern="^[^#]+$",
+        description="Your own id, to abort it by; unique among the requests that are not done. None: one is made up.",
+    )
+    logits_processors: tuple[LogitsProcessor, ...] = Field(
+        default=(),
+        repr=False,
+        description="Your own code, called in turn for each token before temperature and what follows it, as "
+        "transformers' LogitsProcessor: (ids int64 [1, L], scores float32 [1, V]) -> scores. It runs in the engine's "
+        "thread; one that raises fails its request. A request that has any can not be written as JSON.",
+    )
+
+    @field_validator("logits_processors", mode="before")
+    @classmethod
+    def _callables(cls, processors: Any) -> Any:
+        if not isinstance(processors, (list, tuple)) or not all(map(callable, processors)):
+            raise ValueError("a list of callables, (ids, scores) -> scores")
+        return tuple(processors)
+
+    @field_serializer("logits_processors", when_used="json")
+    def _no_code_in_json(self, processors: tuple[Any, ...]) -> list[str]:
+        if processors:
+            raise ValueError("a request with logits_processors can not be written as JSON: they are code")
+        return []
 
     @field_validator("images", mode="before")
     @classmethod
@@ -352,8 +392,8 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 class Logprob(Schema):
     """One token and its log-probability (natural logarithm)."""
 
-    token_id: int
-    logprob: float
+    token_id: Int
+    logprob: Float
     text: str = ""
 
 
@@ -367,31 +407,31 @@ class TokenLogprobs(Schema):
 class Usage(Schema):
     """Tokens counted on the expanded prompt; `image_tokens` and `cached_tokens` are parts of `prompt_tokens`."""
 
-    prompt_tokens: int = Field(ge=0)
-    image_tokens: int = Field(ge=0, description="Prompt tokens that stand for images, structural ones included.")
-    cached_tokens: int = Field(ge=0, description="Prompt tokens whose keys and values were already in the cache.")
-    completion_tokens: int = Field(ge=0)
+    prompt_tokens: Int = Field(ge=0)
+    image_tokens: Int = Field(ge=0, description="Prompt tokens that stand for images, structural ones included.")
+    cached_tokens: Int = Field(ge=0, description="Prompt tokens whose keys and values were already in the cache.")
+    completion_tokens: Int = Field(ge=0)
 
 
 class Metrics(Schema):
     """Times of one request, in seconds."""
 
-    preprocess: float = Field(ge=0.0, description="Reading the images and building the prompt, not waiting to do so.")
-    queue: float = Field(
+    preprocess: Float = Field(ge=0.0, description="Reading the images and building the prompt, not waiting to do so.")
+    queue: Float = Field(
         ge=0.0,
         description="Waiting until the first step that computes some of it begins: for a worker that reads the "
         "images, then for a place in the batch. From the call to that step, without `preprocess`.",
     )
-    encode: float = Field(
+    encode: Float = Field(
         ge=0.0,
         description="In the vision tower, for this request's own images. 0 if they were cached, and on the "
         "generate() path, where the tower runs inside the first forward.",
     )
-    first_token: float = Field(ge=0.0, description="From the call to the first token.")
-    per_token: float | None = Field(
+    first_token: Float = Field(ge=0.0, description="From the call to the first token.")
+    per_token: Float | None = Field(
         default=None, ge=0.0, description="Mean after the first token; None if there was one."
     )
-    total: float = Field(ge=0.0, description="From the call to the last token.")
+    total: Float = Field(ge=0.0, description="From the call to the last token.")
 
 
 class GenerationOutput(Schema):
@@ -402,7 +442,7 @@ class GenerationOutput(Schema):
     """
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[Int, ...]
     finish_reason: FinishReason
     usage: Usage
     metrics: Metrics
@@ -419,5 +459,5 @@ class StreamDelta(Schema):
     """New text of a stream; the deltas' texts add up to the output's text. The last one has the `output`."""
 
     text: str
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[Int, ...] = ()
     output: GenerationOutput | None = None

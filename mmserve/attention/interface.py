@@ -35,6 +35,8 @@ class AttentionSpec:
         soft_cap: scores become soft_cap * tanh(scores / soft_cap); None: as they are.
         window_cuts_spans: Whether the window also hides the far keys of a both-way span from a query in
             it (Gemma 3), or a span is seen whole whatever the window (PaliGemma 2).
+        both_ways: Whether the layer takes part in both-way spans (Gemma 4's full layers stay causal).
+        sinks: [H], one more score a head that takes weight and gives no value (gpt-oss); None: no sinks.
     """
 
     layer: int
@@ -47,6 +49,8 @@ class AttentionSpec:
     chunk: int | None = None
     soft_cap: float | None = None
     window_cuts_spans: bool = False
+    both_ways: bool = True
+    sinks: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

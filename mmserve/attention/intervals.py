@@ -20,7 +20,7 @@ Intervals = tuple[torch.Tensor, torch.Tensor]
 
 def visible_intervals(metadata: AttentionMetadata, spec: AttentionSpec) -> Intervals:
     """The intervals of this batch; layers of the same window and chunk share them within a step."""
-    memo = ("intervals", spec.window, spec.chunk, spec.window_cuts_spans)
+    memo = ("intervals", spec.window, spec.chunk, spec.window_cuts_spans, spec.both_ways)
     if memo not in metadata.scratch:
         metadata.scratch[memo] = _make(metadata, spec)
     made: Intervals = metadata.scratch[memo]
@@ -38,7 +38,7 @@ def _make(metadata: AttentionMetadata, spec: AttentionSpec) -> Intervals:
     for sequence, length in enumerate(metadata.query_lens):
         rows = slice(start, start + length)
         start += length
-        for first, stop in spans_in_view(metadata, sequence):
+        for first, stop in spans_in_view(metadata, sequence, spec):
             inside = (position[rows] >= first) & (position[rows] < stop)
             begin = torch.full_like(position[rows], first)
             if spec.window is not None and spec.window_cuts_spans:

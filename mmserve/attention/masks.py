@@ -5,7 +5,7 @@ A query at absolute position q sees a key at position k when
     k <= q                                 causal
     and q - k < window                     where the layer slides (the query itself counts)
     and k // chunk == q // chunk           where attention is chunked
-    or  some span holds both q and k       both ways inside an image or a prefix
+    or  some span holds both q and k       both ways inside an image or a prefix, where the layer has spans
         and q - k < window                 ... where the window cuts spans too
 
 transformers composes the last two lines in both ways: `or_masks(sliding_window_causal, blockwise)` in
@@ -58,14 +58,16 @@ def visible(
         mask = mask & near
     if spec.chunk is not None:
         mask = mask & (k // spec.chunk == q // spec.chunk)
-    for start, stop in spans:
+    for start, stop in spans if spec.both_ways else ():
         inside = (q >= start) & (q < stop) & (k >= start) & (k < stop)
         mask = mask | (inside & near if near is not None and spec.window_cuts_spans else inside)
     return mask
 
 
-def spans_in_view(metadata: AttentionMetadata, sequence: int) -> tuple[tuple[int, int], ...]:
-    """The both-way spans of one sequence that hold a query of this batch and more than one token."""
+def spans_in_view(metadata: AttentionMetadata, sequence: int, spec: AttentionSpec) -> tuple[tuple[int, int], ...]:
+    """The both-way spans of one sequence that hold a query of this batch and more than one token, for this layer."""
+    if not spec.both_ways:
+        return ()
     key_len = metadata.key_lens[sequence]
     first = key_len - metadata.query_lens[sequence]
     return tuple(
@@ -82,4 +84,4 @@ def sequence_mask(
     key_len = metadata.key_lens[sequence]
     keys = torch.arange(key_len, device=device)
     queries = keys[key_len - metadata.query_lens[sequence] :]
-    return visible(queries, keys, spec, spans_in_view(metadata, sequence))
+    return visible(queries, keys, spec, spans_in_view(metadata, sequence, spec))

@@ -26,6 +26,8 @@ class NativeBackend:
             return f"it computes in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
         if spec.head_size % 2 or max(spec.head_size, spec.value_size) > MAX_HEAD_SIZE:
             return f"head size {spec.head_size} (values {spec.value_size}) is odd or over {MAX_HEAD_SIZE}"
+        if spec.sinks is not None:
+            return "it has no attention sinks"
         if spec.scale <= 0:
             return f"a scale of {spec.scale} turns the order of the scores around"
         state = status()

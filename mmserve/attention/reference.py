@@ -121,7 +121,7 @@ def _attend_piece(
     value = cache.value[blocks].flatten(0, 1)[:key_len].transpose(0, 1).repeat_interleave(group, 0)
     mask = None
     if not _is_plain_causal(spec, metadata, sequence):
-        memo = ("reference", spec.window, spec.chunk, spec.window_cuts_spans, sequence)
+        memo = ("reference", spec.window, spec.chunk, spec.window_cuts_spans, spec.both_ways, sequence)
         if memo not in metadata.scratch:
             metadata.scratch[memo] = sequence_mask(metadata, sequence, spec, query.device)
         mask = metadata.scratch[memo][None]
@@ -137,21 +137,33 @@ def _is_plain_causal(spec: AttentionSpec, metadata: AttentionMetadata, sequence:
         and (spec.window is None or spec.window >= key_len)
         and (spec.chunk is None or spec.chunk >= key_len)
         and spec.soft_cap is None
-        and not spans_in_view(metadata, sequence)
+        and spec.sinks is None
+        and not spans_in_view(metadata, sequence, spec)
     )
 
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec
 ) -> torch.Tensor:
-    """query [b, h, q, D], key [b, h, L, D], value [b, h, L, Dv], mask bool [b, 1, q, L] or None: causal."""
+    """query [b, h, q, D], key [b, h, L, D], value [b, h, L, Dv], mask bool [b, 1, q, L] or None: causal.
+
+    h times the rows of q that share a token is H: what stands where decides how a sink is laid out.
+    """
     key, value = key.to(query.dtype), value.to(query.dtype)
-    if spec.soft_cap is None:
+    if spec.soft_cap is None and spec.sinks is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=spec.scale
         )
-    assert mask is not None  # _is_plain_causal is False where there is a cap
+    assert mask is not None  # _is_plain_causal is False where there is a cap or a sink
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * spec.scale
-    scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if spec.sinks is not None:
+        # [H] over h heads: a head's own column, or, where a group stands as rows, one value a row.
+        sink = spec.sinks.float().view(query.shape[1], -1, 1).expand(query.shape[1], query.shape[2], 1)
+        scores = torch.cat([scores, sink.expand(query.shape[0], -1, -1, -1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
     return torch.matmul(weights.to(value.dtype), value)

@@ -112,7 +112,7 @@ class XFormersBackend:
         """query [q, H, D] of one sequence -> [q, H, Dv]."""
         from xformers.ops import fmha
 
-        step = (spec.window, spec.chunk, spec.window_cuts_spans, sequence)
+        step = (spec.window, spec.chunk, spec.window_cuts_spans, spec.both_ways, sequence)
         bias = _once(
             metadata, ("dense", *step), lambda: dense_bias(metadata, sequence, spec, query.dtype, query.device)
         )
@@ -132,6 +132,8 @@ def _declines_shape(spec: AttentionSpec, block_size: int) -> str | None:
         return f"its pages are multiples of {PAGE_MULTIPLE} tokens, and block_size is {block_size}"
     if spec.soft_cap is not None:
         return "it has no soft cap on scores"
+    if spec.sinks is not None:
+        return "it has no attention sinks"
     if spec.head_size != spec.value_size:
         return f"keys of {spec.head_size} and values of {spec.value_size} differ in size"
     if spec.head_size % 8 or spec.head_size > MAX_HEAD_SIZE:

@@ -90,7 +90,7 @@ def piece_slots(metadata: AttentionMetadata, sequences: Sequence[int], block_siz
 def needs_dense_bias(metadata: AttentionMetadata, sequence: int, spec: AttentionSpec) -> bool:
     """Whether a piece of this sequence sees what no bias class can say."""
     chunked = spec.chunk is not None and spec.chunk < metadata.key_lens[sequence]
-    return chunked or bool(spans_in_view(metadata, sequence))
+    return chunked or bool(spans_in_view(metadata, sequence, spec))
 
 
 def dense_bias(

@@ -1,4 +1,4 @@
-"""The command line: `mmserve demo | generate | describe | inspect | fixtures ... | bench ...`."""
+"""The command line: `mmserve demo | generate | describe | inspect | fixtures ... | bench ... | conformance`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mmserve bench compare | attention | processors | scheduler`: each prints a table and ends in one line of JSON."""
+"""`mmserve bench compare | offline | attention | processors | scheduler | loading`: each ends in one line of JSON."""
 
 from __future__ import annotations
 
@@ -43,6 +43,30 @@ def compare(model: Path | None, shape: str, dtype: str, only: tuple[str, ...], r
 
 
 @bench.command()
+@click.option("--model", default=None, metavar="DIR", help="Model folder or hub id. Default: the demo model.")
+@click.option("--dtype", default="auto", show_default=True)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--tokens", type=click.IntRange(1), default=32, show_default=True, help="To generate, a request.")
+@click.option(
+    "--at-once",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(1, 8, 32),
+    show_default=True,
+    help="Requests handed in together; repeat for several cases.",
+)
+@click.option(
+    "--repeats", type=click.IntRange(1), default=2, show_default=True, help="Runs of a case; the best counts."
+)
+def offline(model: str | None, dtype: str, device: str, tokens: int, at_once: tuple[int, ...], repeats: int) -> None:
+    """Requests per second and time to first token, pictures never seen (cold) and seen before (warm)."""
+    from mmserve.bench.offline import Workload, render, run
+
+    workload = Workload(tokens=tokens, at_once=at_once, repeats=repeats)
+    click.echo(render(run(model, dtype=dtype, device=device, workload=workload, say=_say)))
+
+
+@bench.command()
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 def attention(device: str) -> None:
     """Every attention backend and mask against float64, then timed against SDPA and the memory bandwidth."""
@@ -70,3 +94,17 @@ def scheduler(sequences: int) -> None:
     from mmserve.bench.scheduler import run
 
     click.echo(json_line(run(num_seqs=sequences)))
+
+
+@bench.command()
+@_MODEL
+@click.option("--shape", default=_SHAPE, show_default=True, help="Without --model: random weights in this shape.")
+@click.option("--dtype", default="auto", show_default=True)
+def loading(model: Path | None, shape: str, dtype: str) -> None:
+    """The peak of memory while a model is loaded, against the model's own size."""
+    from mmserve.bench.loading import render, run
+    from mmserve.bench.shapes import build_shape
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model if model is not None else build_shape(shape, Path(scratch) / shape)
+        click.echo(render(run(folder, dtype=dtype)))

@@ -9,6 +9,7 @@ import click
 
 from mmserve import __version__
 from mmserve.cli.bench import bench
+from mmserve.cli.conformance import conformance
 from mmserve.cli.fixtures import fixtures
 from mmserve.cli.generate import demo, describe, generate
 from mmserve.cli.inspect import inspect
@@ -37,5 +38,5 @@ def main() -> None:
     """Image+text inference with any transformers vision-language model."""
 
 
-for command in (demo, generate, describe, inspect, fixtures, bench):
+for command in (demo, generate, describe, inspect, fixtures, bench, conformance):
     main.add_command(command)

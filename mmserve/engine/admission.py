@@ -88,7 +88,9 @@ def check_sampling(params: SamplingParams, vocab_size: int, forbidden: Sequence[
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequestError(f"{field} names id {token_id}, but the model has ids 0 to {vocab_size - 1}")
     if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(forbidden):
-        raise InvalidRequestError("allowed_token_ids names only placeholder ids, which are never generated")
+        raise InvalidRequestError(
+            "allowed_token_ids names only placeholder ids and rows of the head without a token, never generated"
+        )
 
 
 def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

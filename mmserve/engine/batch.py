@@ -74,7 +74,8 @@ class ScheduledChunk:
         request_id: Whose.
         start: Tokens already computed, cached ones included.
         num_tokens: At least 1.
-        block_ids: Blocks added to the request's table in this step, in order; the whole table if `restarted`.
+        block_ids: Blocks added to each of the request's tables (one a cache group) in this step, in order; the whole
+            tables if `restarted`. NO_BLOCK stands where nothing is read any more.
         restarted: First step, or first after a preemption: forget the old table.
         samples: The chunk ends at the last known token, so a new one is sampled from its logits.
         forks: Whether the request's forks begin here: they share its blocks, and each samples from the same logits.
@@ -83,7 +84,7 @@ class ScheduledChunk:
     request_id: str
     start: int
     num_tokens: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
     restarted: bool
     samples: bool
     forks: bool = False
@@ -96,10 +97,11 @@ class BlockCopy:
     A request is about to write to a block that others read too (forks that share a block that is not full)::
 
         before   table of a [ 4 | 7 ]   table of b [ 4 | 7 ]
-        after    table of a [ 4 | 9 ]   table of b [ 4 | 7 ]      BlockCopy(a, index=1, source=7, target=9)
+        after    table of a [ 4 | 9 ]   table of b [ 4 | 7 ]      BlockCopy(a, group=0, index=1, source=7, target=9)
     """
 
     request_id: str
+    group: int
     index: int
     source: int
     target: int
@@ -122,9 +124,10 @@ class ScheduledBatch:
         step: Running number.
         new: Requests that the runner must take in first.
         chunks: What to compute; each request at most once.
-        scrubbed: Blocks to fill with zeros first: who had them failed or never got to finite logits, so there may be
-            NaN in them, and a masked read of a slot that is not written yet would spread it (0 * NaN is NaN).
         copies: Blocks to copy before the forward.
+        scrubbed: Blocks to fill with zeros after the copies: who had them failed or never got to finite logits, or they
+            had moved out of a window, so there may be NaN in them, and a masked read of a slot that is not written yet
+            would spread it (0 * NaN is NaN).
         encode: Images to encode before the forward.
         preempted: Requests that lost their blocks; the first thing that the runner hears of. Each comes back with a
             `restarted` chunk, or is finished (in this very step too).
@@ -135,8 +138,8 @@ class ScheduledBatch:
     step: int
     new: tuple[NewRequest, ...]
     chunks: tuple[ScheduledChunk, ...]
-    scrubbed: tuple[int, ...]
     copies: tuple[BlockCopy, ...]
+    scrubbed: tuple[int, ...]
     encode: tuple[ImageToEncode, ...]
     preempted: tuple[str, ...]
     dropped_images: tuple[str, ...]

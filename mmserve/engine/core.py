@@ -16,18 +16,21 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from mmserve.cache.prefix_index import PrefixIndex
 from mmserve.config import EngineConfig
 from mmserve.engine.admission import check_sampling, encode_bad_words, plan_request
 from mmserve.engine.answer import Answer, AnswerTimes
 from mmserve.engine.batch import Fork, LogitsProcessor, NewRequest
-from mmserve.engine.defaults import describe_defaults, resolve_sampling
+from mmserve.engine.defaults import describe_defaults, resolve_sampling, unsampled_ids
 from mmserve.engine.detokenizer import TextDecoder
 from mmserve.engine.handle import RequestHandle
 from mmserve.engine.loop import EngineLoop, Submission
+from mmserve.engine.memory import plan_memory
 from mmserve.engine.random import derive_seed
 from mmserve.engine.request import Request
 from mmserve.engine.runner import ModelRunner
@@ -53,10 +56,11 @@ class Engine:
         identity: Names the weights, adapter and dtype: part of every prefix key.
         generation_config: The model's defaults for sampling (a GenerationConfig, a mapping, or None).
         device: Where the model computes.
+        worst_prompt: Makes the prompt of the worst step, of so many tokens, if `memory_budget` asks for a trial of it.
         team: The other processes of a parallel engine, whose first rank `model` is; None: there are none.
 
     Raises:
-        ConfigError: The options do not fit this model.
+        ConfigError: The options do not fit this model, or not the memory, or not several processes.
         MMServeError: A worker of the team could not load its part.
     """
 
@@ -69,6 +73,7 @@ class Engine:
         identity: str,
         generation_config: Any = None,
         device: Any = "cpu",
+        worst_prompt: Callable[[int], ProcessedPrompt] | None = None,
         team: Team | None = None,
     ) -> None:
         self._model = model
@@ -80,23 +85,31 @@ class Engine:
         self._encoder = copy.deepcopy(tokenizer)
         self._encoder_lock = threading.Lock()
         self._decoder = TextDecoder(copy.deepcopy(tokenizer))
-        most = None if team is None else team.most_bytes_per_token(model.cache_spec().bytes_per_token())
-        self.limits: SchedulerLimits = resolve_limits(config, model, most)
+        cache = model.cache_spec() if team is None else team.largest_cache(model.cache_spec())
+        self._memory = plan_memory(config, model, torch.device(device), worst_prompt)
+        self.limits: SchedulerLimits = resolve_limits(config, cache, model.max_position, self._memory.kv_cache)
+        self._unsampled = unsampled_ids(model.forbidden_token_ids, tokenizer, model.vocab_size, generation_config)
         # A model that keeps state of its own must compute every token itself.
         self._prefix_caching = config.enable_prefix_caching and not model.needs_sequences
-        index = PrefixIndex(identity) if self._prefix_caching else None
+        groups = self.limits.groups
+        rooted = groups[0].window is None
+        index = PrefixIndex(identity, num_groups=len(groups), rooted=rooted) if self._prefix_caching else None
         self._scheduler = Scheduler(self.limits, index)
         self._runner = ModelRunner(
             model,
             num_blocks=self.limits.num_blocks,
+            groups=groups,
             block_size=self.limits.block_size,
             max_num_seqs=self.limits.max_num_seqs,
             max_model_len=self.limits.max_model_len,
+            unsampled=self._unsampled,
             device=device,
             samples=team is None or team.samples_here,
         )
         self._arrivals = itertools.count()
-        steps: StepRunner = LocalSteps(self._runner) if team is None else team.run_with(self._runner, self.limits)
+        steps: StepRunner = (
+            LocalSteps(self._runner) if team is None else team.run_with(self._runner, self.limits, self._unsampled)
+        )
         self._loop = EngineLoop(self._scheduler, steps, config.max_queue)
         # The loop knows nothing of this object: dropping it, or leaving the program, ends the thread too.
         self._finalizer = weakref.finalize(self, self._loop.close)
@@ -175,6 +188,7 @@ class Engine:
         return {
             **dataclasses.asdict(self.limits),
             "prefix_caching": self._prefix_caching,
+            "memory": dataclasses.asdict(self._memory),
             "sampling_defaults": describe_defaults(self._generation_config),
             "workers": [] if self._team is None else self._team.describe(),
         }
@@ -198,7 +212,7 @@ class Engine:
         if sampling.prompt_logprobs is not None and self._model.needs_sequences:
             raise InvalidRequestError("prompt_logprobs are not there on the generate() path, which this model runs on")
         vocab_size = self._model.vocab_size
-        check_sampling(sampling, vocab_size, self._model.forbidden_token_ids)
+        check_sampling(sampling, vocab_size, self._unsampled)
         resolved = resolve_sampling(sampling, self._generation_config)
         # The caller's were checked; those of the model's config that its head can not say never come.
         ends = tuple(token_id for token_id in resolved.stop_token_ids if 0 <= token_id < vocab_size)
@@ -228,6 +242,10 @@ class Engine:
         A model that keeps state of its own can not share it, so there every answer computes the prompt for itself.
         """
         plan = self._model.plan(prompt)
+        longest_span = max((stop - start for start, stop in plan.spans), default=0)
+        if longest_span > self.limits.max_num_batched_tokens:
+            at_least = len(prompt.token_ids), sampling.max_tokens or 1, 1
+            self._scheduler.check_admission(*at_least, longest_span)
         bad_words: tuple[tuple[int, ...], ...] = ()
         if sampling.bad_words:
             with self._encoder_lock:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmserve.errors import InvalidRequestError
 from mmserve.types import MIN_TEMPERATURE, SamplingParams
 
-__all__ = ["DEFAULT_MAX_TOKENS", "describe_defaults", "eos_token_ids", "resolve_sampling"]
+__all__ = ["DEFAULT_MAX_TOKENS", "describe_defaults", "eos_token_ids", "resolve_sampling", "unsampled_ids"]
 
 DEFAULT_MAX_TOKENS = 256
 """Tokens of an answer when neither the request nor the model says."""
@@ -28,6 +28,22 @@ def eos_token_ids(generation_config: Any) -> tuple[int, ...]:
     if eos is None:
         return ()
     return tuple(int(i) for i in eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+def unsampled_ids(forbidden: Sequence[int], tokenizer: Any, vocab_size: int, generation_config: Any) -> tuple[int, ...]:
+    """Ids that are never sampled: the model's placeholders, and rows of its head that no token has.
+
+    Args:
+        forbidden: The model's placeholders.
+        tokenizer: One without `get_vocab` is taken to know every id.
+        vocab_size: Rows of the head.
+        generation_config: An end token stays, whether or not the tokenizer knows it.
+    """
+    get_vocab = getattr(tokenizer, "get_vocab", None)
+    known = set(range(vocab_size)) if get_vocab is None else set(get_vocab().values())
+    padded = set(range(vocab_size)) - known - set(eos_token_ids(generation_config))
+    # A tokenizer that knows none of them is not this head's, and says nothing about it.
+    return tuple(sorted({*forbidden, *padded})) if known & set(range(vocab_size)) else tuple(forbidden)
 
 
 def describe_defaults(generation_config: Any) -> dict[str, object]:

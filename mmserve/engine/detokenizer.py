@@ -44,6 +44,7 @@ class TextDecoder:
         self._tokenizer = tokenizer
         self._special = _special_ids(tokenizer)
         self._is_byte: dict[int, bool] = {}
+        self._silent: set[int] = set()
         self._texts: dict[int, str] = {}
 
     def is_special(self, token_id: int) -> bool:
@@ -58,14 +59,16 @@ class TextDecoder:
         """
         known = self._is_byte.get(token_id)
         if known is None:
-            token = self._tokenizer.convert_ids_to_tokens(token_id)
+            try:
+                token = self._tokenizer.convert_ids_to_tokens(token_id)
+            except Exception:  # noqa: BLE001 - an id that it does not know; see `_decode`
+                token = None
             known = self._is_byte[token_id] = isinstance(token, str) and bool(_BYTE_TOKEN.fullmatch(token))
         return known
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, special ones left out."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        return self._decode(list(token_ids), skip_special_tokens=True)
 
     def decode_context(self, token_ids: Sequence[int]) -> str:
         """As `decode`, remembering single tokens: most contexts are one."""
@@ -79,8 +82,31 @@ class TextDecoder:
 
     def decode_one(self, token_id: int) -> str:
         """Text of one token by itself, a special one too."""
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self._decode([token_id], skip_special_tokens=False)
+
+    def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The tokenizer's own text; an id that it can not decode even alone has none.
+
+        A head may have more rows than there are tokens. For those ids fast tokenizers give no text and slow ones raise.
+        """
+        if self._silent:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._silent]
+        try:
+            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except Exception:
+            silent = {token_id for token_id in token_ids if not self._can_decode(token_id)}
+            if not silent:
+                raise
+            self._silent |= silent
+            return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def _can_decode(self, token_id: int) -> bool:
+        try:
+            self._tokenizer.decode([token_id], skip_special_tokens=False)
+        except Exception:  # noqa: BLE001 - tokenizers raise whatever their tables do
+            return False
+        return True
 
 
 def _special_ids(tokenizer: TokenDecoder) -> frozenset[int]:

@@ -46,6 +46,10 @@ class RequestHandle:
         if abort is not None and not self.done:
             abort(self)
 
+    def add_done_callback(self, call: Callable[[], object]) -> None:
+        """Call `call` once the result, or an error, is there: in the engine's thread, or now; it must be quick."""
+        self._future.add_done_callback(lambda _: call())
+
     def result(self, timeout: float | None = None) -> GenerationOutput:
         """Wait for the answer.
 

@@ -16,10 +16,11 @@ import heapq
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mmserve.engine.batch import NewRequest, ScheduledBatch, StepOutput
+from mmserve.engine.batch import NewRequest, SampledToken, ScheduledBatch, StepOutput
 from mmserve.engine.handle import RequestHandle
 from mmserve.engine.request import Request
 from mmserve.engine.scheduler import Scheduler
@@ -34,6 +35,7 @@ from mmserve.errors import (
     Overloaded,
     PipelineClosedError,
     RequestAborted,
+    RequestError,
 )
 
 __all__ = ["EngineLoop", "Submission"]
@@ -236,15 +238,27 @@ class EngineLoop:
                     answer.encode_seconds += seconds
         for request_id, report in output.prompt_reports.items():
             if (ticket := self._tickets.get(request_id)) is not None:
-                ticket.answers[request_id].take_prompt_report(report)
+                self._guarded(ticket, lambda a=ticket.answers[request_id], r=report: a.take_prompt_report(r))  # type: ignore[misc]
         # One answer's failure is that of all answers to its request, so their tokens find no ticket any more.
         for answer_id, error in output.failed.items():
             if answer_id in self._tickets:
                 self._fail(self._tickets[answer_id], error, poisoned=True)
         for answer_id, token in output.sampled.items():
-            ticket = self._tickets.get(answer_id)
-            if ticket is not None and ticket.take(answer_id, token, now):
-                self._finish(answer_id)
+            if answer_id in self._tickets:
+                self._guarded(self._tickets[answer_id], lambda a=answer_id, t=token: self._take(a, t, now))  # type: ignore[misc]
+
+    def _guarded(self, ticket: Ticket, work: Callable[[], object]) -> None:
+        """Make text of tokens; a tokenizer that raises fails that request alone."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the border of a request's blast radius
+            failure = RequestError(f"the tokens could not be made text: {type(error).__name__}: {str(error)[:200]}")
+            failure.__cause__ = error
+            self._fail(ticket, failure)
+
+    def _take(self, answer_id: str, token: SampledToken, now: float) -> None:
+        if self._tickets[answer_id].take(answer_id, token, now):
+            self._finish(answer_id)
 
     def _finish(self, answer_id: str) -> None:
         self._scheduler.finish(answer_id)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from mmserve.attention.interface import AttentionMetadata
+from mmserve.cache.groups import CacheGroup
 from mmserve.engine.batch import NewRequest, ScheduledChunk
 from mmserve.engine.sampler import SequenceState
 from mmserve.model.interface import ImageRows, PackedBatch, RowPlacement, SequenceInput
@@ -21,12 +22,29 @@ NO_ROW = -1
 
 
 class BlockTables:
-    """The block tables of all requests that have blocks, as rows of one int32 array."""
+    """The block tables of all requests that have blocks, as rows of one int32 array a cache group.
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+    Where a table has no block any more stands a spare one, which nobody writes to: backends read all of a table and
+    give what lies before the window no weight, and zero times what another request left there may be NaN.
+
+    Args:
+        num_rows: Requests with blocks at one time.
+        max_model_len: Most tokens of one.
+        block_size: Tokens in a block.
+        groups: The cache's groups.
+        spare: The spare block.
+    """
+
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, groups: Sequence[CacheGroup], spare: int
+    ) -> None:
         self.block_size = block_size
-        self.blocks: npt.NDArray[np.int32] = np.zeros((num_rows, -(-max_model_len // block_size)), dtype=np.int32)
-        self.lengths = [0] * num_rows
+        self.groups = tuple(groups)
+        self._spare = spare
+        shape = (num_rows, -(-max_model_len // block_size))
+        self.blocks: list[npt.NDArray[np.int32]] = [np.zeros(shape, dtype=np.int32) for _ in groups]
+        self.lengths = [[0] * len(self.groups) for _ in range(num_rows)]
+        self._given_back = [[0] * len(self.groups) for _ in range(num_rows)]
         self._free = list(range(num_rows - 1, -1, -1))
 
     def take(self) -> int:
@@ -36,25 +54,35 @@ class BlockTables:
     def give_back(self, row: int) -> int:
         """The request of this row has lost its blocks. Returns NO_ROW, which may be given back again."""
         if row != NO_ROW:
-            self.lengths[row] = 0
+            self.lengths[row] = [0] * len(self.groups)
+            self._given_back[row] = [0] * len(self.groups)
             self._free.append(row)
         return NO_ROW
 
-    def replace(self, row: int, index: int, block: int) -> None:
+    def replace(self, row: int, group: int, index: int, block: int) -> None:
         """Put another block in a row's place."""
-        self.blocks[row, index] = block
+        self.blocks[group][row, index] = block
 
     def copy(self, source: int, target: int) -> None:
         """Give an empty row the blocks of another."""
-        self.lengths[target] = self.lengths[source]
-        self.blocks[target, : self.lengths[source]] = self.blocks[source, : self.lengths[source]]
+        self.lengths[target] = list(self.lengths[source])
+        self._given_back[target] = list(self._given_back[source])
+        for blocks, length in zip(self.blocks, self.lengths[source], strict=True):
+            blocks[target, :length] = blocks[source, :length]
 
-    def extend(self, row: int, block_ids: Sequence[int]) -> None:
-        """Add blocks to a row."""
-        if block_ids:
-            start = self.lengths[row]
-            self.blocks[row, start : start + len(block_ids)] = block_ids
-            self.lengths[row] = start + len(block_ids)
+    def extend(self, row: int, num_computed: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Add blocks to a row, group by group; take away what no token from `num_computed` on reads."""
+        lengths = self.lengths[row]
+        for group, new in enumerate(block_ids):
+            if new:
+                start = lengths[group]
+                self.blocks[group][row, start : start + len(new)] = new
+                lengths[group] = start + len(new)
+            if self.groups[group].window is not None:
+                first = self.groups[group].first_needed(num_computed, self.block_size)
+                if first > self._given_back[row][group]:
+                    self.blocks[group][row, self._given_back[row][group] : first] = self._spare
+                    self._given_back[row][group] = first
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +165,6 @@ def pack(
     total = int(offsets[-1])
     rows = np.fromiter((record.row for record in records), dtype=np.int64, count=len(records))
     width = max(-(-length // tables.block_size) for length in key_lens)
-    block_tables = tables.blocks[rows, :width]
 
     token_ids = np.empty(total, dtype=np.int64)
     for chunk, record, at in zip(chunks, records, offsets.tolist()[:-1], strict=True):
@@ -145,24 +172,34 @@ def pack(
     sequence = np.repeat(np.arange(len(chunks)), query_lens)
     starts = np.fromiter((chunk.start for chunk in chunks), dtype=np.int64, count=len(chunks))
     absolute = np.arange(total) - offsets[sequence] + starts[sequence]
-    slots = block_tables[sequence, absolute // tables.block_size].astype(np.int64) * tables.block_size
-    slots += absolute % tables.block_size
 
     def to(array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
+    def over(group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block tables and slots of a group."""
+        block_tables = tables.blocks[group][rows, :width]
+        slots = block_tables[sequence, absolute // tables.block_size].astype(np.int64) * tables.block_size
+        return to(np.ascontiguousarray(block_tables)), to(slots + absolute % tables.block_size)
+
+    block_tables, slots = over(0)
+    attention = AttentionMetadata(
+        query_lens=tuple(query_lens),
+        key_lens=tuple(key_lens),
+        cu_seqlens_q=to(offsets.astype(np.int32)),
+        key_lens_tensor=to(np.asarray(key_lens, dtype=np.int32)),
+        spans=tuple(_spans(chunk, record) for chunk, record in zip(chunks, records, strict=True)),
+        block_tables=block_tables,
+        slot_mapping=slots,
+    )
     return PackedBatch(
         token_ids=to(token_ids),
         positions=to(_positions(chunks, records, absolute, sequence, offsets)),
         placements=tuple(_placements(chunks, records, offsets, images, device)),
-        attention=AttentionMetadata(
-            query_lens=tuple(query_lens),
-            key_lens=tuple(key_lens),
-            cu_seqlens_q=to(offsets.astype(np.int32)),
-            key_lens_tensor=to(np.asarray(key_lens, dtype=np.int32)),
-            block_tables=to(np.ascontiguousarray(block_tables)),
-            slot_mapping=to(slots),
-            spans=tuple(_spans(chunk, record) for chunk, record in zip(chunks, records, strict=True)),
+        attention=attention,
+        more_attention=tuple(
+            replace(attention, block_tables=block_tables, slot_mapping=slots, scratch={})
+            for block_tables, slots in map(over, range(1, len(tables.groups)))
         ),
         logit_indices=to(_logit_indices(chunks, records, offsets)),
         sequences=tuple(

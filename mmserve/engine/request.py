@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field, replace
 
 from mmserve.cache.encoder_ledger import EncodedImage
-from mmserve.cache.prefix_index import CachedBlock
+from mmserve.cache.prefix_index import CachedPiece
 from mmserve.cache.prefix_keys import ContentMap
 
 __all__ = ["ImageExtent", "Request", "RequestState"]
@@ -53,11 +53,11 @@ class Request:
         reads_prefix, writes_prefix: Whether its blocks may come from, and go to, the prefix index.
         state: Where it is.
         num_computed: Tokens whose keys and values are in its blocks.
-        block_table: Its blocks, in order.
+        tables: Its blocks in order, a table a cache group; empty while it waits.
         num_cached: Prompt tokens found in the prefix index when it first ran.
         num_preemptions: How often it lost its blocks.
-        chain: Index entry of its last registered block; None: nothing can be registered any more.
-        num_registered: Blocks that have passed through `PrefixIndex.insert` or came from it.
+        chain: Index entry of its last registered piece; None: nothing can be registered any more.
+        num_registered: Pieces that have passed through `PrefixIndex.insert` or came from it.
         held: Position in `images` -> ledger entry, from the step that needs it first until its last row is computed.
         next_image: First image that has rows still to be computed.
         started: Whether the runner knows it.
@@ -77,10 +77,10 @@ class Request:
     writes_prefix: bool = True
     state: RequestState = RequestState.WAITING
     num_computed: int = 0
-    block_table: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
     num_cached: int = 0
     num_preemptions: int = 0
-    chain: CachedBlock | None = None
+    chain: CachedPiece | None = None
     num_registered: int = 0
     held: dict[int, EncodedImage] = field(default_factory=dict)
     next_image: int = 0
@@ -111,7 +111,7 @@ class Request:
             request_id=self.forks[number - 1],
             order=(*self.order[:2], number),
             token_ids=list(self.token_ids),
-            block_table=list(self.block_table),
+            tables=[list(table) for table in self.tables],
             held={},
             forks=(),
         )

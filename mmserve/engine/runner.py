@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from mmserve.cache.groups import CacheGroup
 from mmserve.cache.tensors import allocate
 from mmserve.engine.batch import (
     BlockCopy,
@@ -53,10 +54,12 @@ class ModelRunner:
 
     Args:
         model: Loaded; its cache is allocated and bound here.
-        num_blocks: Cache blocks.
+        num_blocks: Blocks that requests get; if layers have a window, there is one more, for what they have given back.
+        groups: The cache's groups, those of the model's layout.
         block_size: Tokens in a block.
         max_num_seqs: Most requests with blocks at one time.
         max_model_len: Most tokens of one request.
+        unsampled: Ids that are never sampled; None: the model's placeholders.
         device: Where the model computes.
         samples: Whether tokens are chosen here; if not, `learn` tells of those that another rank chose.
         encodes: Whether images are encoded here; if not, an earlier pipeline stage has their rows.
@@ -67,9 +70,11 @@ class ModelRunner:
         model: Model,
         *,
         num_blocks: int,
+        groups: Sequence[CacheGroup],
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        unsampled: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
         samples: bool = True,
         encodes: bool = True,
@@ -80,12 +85,19 @@ class ModelRunner:
         self._unlearned: deque[tuple[ScheduledChunk, ...]] = deque()
         self._device = torch.device(device)
         spec = model.cache_spec()
+        layout = spec.layout()
+        shapes = {slot: layer for layer, (_, slot) in zip(spec.layers, layout.places, strict=True)}
         self._caches = allocate(
-            spec.layers, num_blocks=num_blocks, block_size=block_size, dtype=spec.dtype, device=self._device
+            [shapes[slot] for slot in range(layout.num_slots)],
+            num_blocks=num_blocks + _num_spare(groups),
+            block_size=block_size,
+            dtype=spec.dtype,
+            device=self._device,
         )
-        model.bind_cache(self._caches)
-        self._sampler = Sampler(model.vocab_size, model.forbidden_token_ids, self._device)
-        self._tables = BlockTables(max_num_seqs, max_model_len, block_size)
+        model.bind_cache([self._caches[slot] for _, slot in layout.places])
+        unsampled = model.forbidden_token_ids if unsampled is None else unsampled
+        self._sampler = Sampler(model.vocab_size, unsampled, self._device)
+        self._tables = BlockTables(max_num_seqs, max_model_len, block_size, groups, num_blocks)
         self._records: dict[str, SequenceRecord] = {}
         self._images: dict[str, ImageRows] = {}
 
@@ -124,13 +136,13 @@ class ModelRunner:
         else:
             self._expect([image for image in batch.encode if image.request_id not in output.failed])
         chunks = [chunk for chunk in batch.chunks if self._has_its_images(chunk, output.failed)]
-        self._scrub_blocks(batch.scrubbed)
         self._copy_blocks(batch.copies)
+        self._scrub_blocks(batch.scrubbed)
         for chunk in batch.chunks:
             record = self._records[chunk.request_id]
             if chunk.restarted:
                 record.row = self._tables.take()
-            self._tables.extend(record.row, chunk.block_ids)
+            self._tables.extend(record.row, chunk.start, chunk.block_ids)
         if announce is not None:
             announce(output.failed)
         if not self._samples:
@@ -197,7 +209,7 @@ class ModelRunner:
             cache.key[targets] = cache.key[sources]
             cache.value[targets] = cache.value[sources]
         for copy in copies:
-            self._tables.replace(self._records[copy.request_id].row, copy.index, copy.target)
+            self._tables.replace(self._records[copy.request_id].row, copy.group, copy.index, copy.target)
 
     def _begin_forks(self, parent: SequenceRecord) -> list[SequenceRecord]:
         """Records of the parent's forks, which have computed what it has."""
@@ -319,6 +331,10 @@ class ModelRunner:
                     output.sampled.pop(record.request_id, None)
                 for record in group[1:]:
                     self._forget(record.request_id)
+
+
+def _num_spare(groups: Sequence[CacheGroup]) -> int:
+    return int(any(group.window is not None for group in groups))
 
 
 def _report(logits: torch.Tensor, start: int, record: SequenceRecord) -> PromptReport:

@@ -9,8 +9,9 @@ A step, at most `max_num_batched_tokens` tokens of at most `max_num_seqs` reques
     2. running requests that miss more         chunks, oldest first
     3. waiting requests, oldest first          the first that does not fit stops the line: nobody is overtaken for ever
 
-Blocks for all known tokens are taken when a request starts, one more whenever it grows past them. If none is left,
-the newest running request gives up its blocks and waits again. The oldest always goes on, so everyone gets there.
+Blocks for all known tokens are taken when a request starts, one more whenever it grows past them (where layers have a
+window: for what it sees, chunk by chunk). If none is left, the newest running request gives up its blocks and waits
+again. The oldest always goes on, so everyone gets there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
+from mmserve.cache.groups import CacheGroup
 from mmserve.cache.prefix_index import PrefixIndex
 from mmserve.engine.batch import BlockCopy, NewRequest, ScheduledBatch, ScheduledChunk, StepOutput
 from mmserve.engine.blocks import BlockBooks
@@ -36,7 +38,10 @@ PLACES_PER_PRIORITY = 1000
 class SchedulerLimits:
     """What a step and a request may take; fields as in `EngineConfig`, all resolved.
 
-    `pipeline_depth`: steps that may run at once, each of which takes its share of the running requests.
+    Attributes:
+        num_blocks: Of the pool that all groups share.
+        groups: The cache's groups. If any has no window, the first has none.
+        pipeline_depth: Steps that may run at once, each of which takes its share of the running requests.
     """
 
     block_size: int
@@ -46,6 +51,7 @@ class SchedulerLimits:
     max_model_len: int
     max_images_per_step: int
     encoder_cache_memory: int
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)
     pipeline_depth: int = 1
 
 
@@ -57,7 +63,7 @@ class _Step:
     images: ImageStep
     chunks: dict[str, ScheduledChunk] = field(default_factory=dict)
     new: list[NewRequest] = field(default_factory=list)
-    copies: dict[str, BlockCopy] = field(default_factory=dict)
+    copies: dict[str, tuple[BlockCopy, ...]] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     has_prefill: bool = False
     stuck: bool = False
@@ -68,12 +74,12 @@ class Scheduler:
 
     Args:
         limits: What a step and a request may take.
-        index: The prefix index, named after the model; None turns prefix caching off.
+        index: The prefix index, named after the model and made for the cache's groups; None turns prefix caching off.
     """
 
     def __init__(self, limits: SchedulerLimits, index: PrefixIndex | None) -> None:
         self.limits = limits
-        self.blocks = BlockBooks(limits.num_blocks, limits.block_size, index)
+        self.blocks = BlockBooks(limits.num_blocks, limits.groups, limits.block_size, index)
         self.images = ImageBooks(limits.encoder_cache_memory, limits.max_images_per_step)
         self.num_preemptions = 0
         self.num_prefix_queried = 0
@@ -84,7 +90,6 @@ class Scheduler:
         self._running: list[Request] = []  # the oldest first
         self._in_flight: dict[str, Request] = {}  # in steps that have begun and not ended
         self._finished: list[str] = []
-        self._scrubbed: list[int] = []
         self._num_steps = 0
         self._blocked_until = 0
 
@@ -116,8 +121,8 @@ class Scheduler:
         """The request, unless it is finished or unknown."""
         return self._requests.get(request_id)
 
-    def check_admission(self, num_prompt: int, max_tokens: int, n: int = 1) -> None:
-        """Whether a request can ever run.
+    def check_admission(self, num_prompt: int, max_tokens: int, n: int = 1, longest_span: int = 0) -> None:
+        """Whether a request can ever run; its longest both-way span is computed in one piece.
 
         Raises:
             CapacityError: It can not; says the numbers.
@@ -131,10 +136,13 @@ class Scheduler:
                 f"but max_model_len is {limit}"
             )
         # The last token of an answer is never computed.
-        needed = self.blocks.count(total - 1)
+        chunk = max(self.limits.max_num_batched_tokens, longest_span)
+        needed = self.blocks.most(total - 1, chunk)
         if needed > self.limits.num_blocks:
+            windows = any(group.window is not None for group in self.limits.groups)
+            pieces = f" (in pieces of up to {chunk}, for windows move on between them)" if windows else ""
             raise CapacityError(
-                f"{num_prompt} prompt tokens and max_tokens {max_tokens} need {needed} cache blocks of "
+                f"{num_prompt} prompt tokens and max_tokens {max_tokens}{pieces} need {needed} cache blocks of "
                 f"{self.limits.block_size} tokens, but there are {self.limits.num_blocks}"
             )
 
@@ -203,13 +211,13 @@ class Scheduler:
         self._num_steps += 1
         self._in_flight.update((request_id, self._requests[request_id]) for request_id in step.chunks)
         finished, self._finished = tuple(self._finished), []
-        scrubbed, self._scrubbed = tuple(self._scrubbed), []
+        copies = tuple(copy for copies in step.copies.values() for copy in copies)
         return ScheduledBatch(
             step=self._num_steps,
             new=tuple(step.new),
             chunks=tuple(step.chunks.values()),
-            scrubbed=scrubbed,
-            copies=tuple(step.copies.values()),
+            copies=copies,
+            scrubbed=self.blocks.take_scrubs(copies),
             encode=tuple(step.images.encode),
             preempted=tuple(step.preempted),
             dropped_images=tuple(step.images.dropped),
@@ -232,6 +240,7 @@ class Scheduler:
                 continue
             request.num_computed = chunk.start + chunk.num_tokens
             self.blocks.register(request)
+            self.blocks.give_back(request)
             if request.next_image < len(request.images):
                 self.images.release_computed(request)
             request.proven |= chunk.samples
@@ -248,7 +257,7 @@ class Scheduler:
         if stop == request.num_computed:
             step.stuck = True
             return
-        while self.blocks.missing(request) > self.blocks.pool.num_available:
+        while self.blocks.missing(request, stop) > self.blocks.pool.num_available:
             victim = self._running[-1]
             if victim.request_id in self._in_flight:
                 step.stuck = True  # its blocks are being written: wait for that step
@@ -256,10 +265,10 @@ class Scheduler:
             self._preempt(victim, step)
             if victim is request:
                 return
-        copy = self.blocks.own_last(request)
-        if copy is not None:
-            step.copies[request.request_id] = copy
-        self._add_chunk(request, stop, self.blocks.grow(request), step, restarted=False)
+        copies = self.blocks.own_last(request)
+        if copies:
+            step.copies[request.request_id] = copies
+        self._add_chunk(request, stop, self.blocks.grow(request, stop), step, restarted=False)
 
     def _start(self, request: Request, step: _Step) -> bool:
         """Give the first in line its blocks and a chunk, if both fit now."""
@@ -272,19 +281,19 @@ class Scheduler:
         if stop == start:
             return False
         # Room for everyone who runs to grow by a block, or the newcomer would be preempted at once.
-        needed = self.blocks.cost(request, hits) + len(self._running)
+        needed = self.blocks.cost(request, hits, stop) + len(self._running) * len(self.limits.groups)
         if self._running and needed > available:
             self._blocked_until = needed
             return False
         self._waiting.pop()
         self._blocked_until = 0
-        self.blocks.start(request, hits)
+        blocks = self.blocks.start(request, hits, stop)
         self.images.skip_to(request, start)
         if not request.started:
             self._introduce(request, step)
         request.state = RequestState.RUNNING
         insort(self._running, request, key=lambda r: r.order)
-        self._add_chunk(request, stop, tuple(request.block_table), step, restarted=True)
+        self._add_chunk(request, stop, blocks, step, restarted=True)
         return True
 
     def _introduce(self, request: Request, step: _Step) -> None:
@@ -295,7 +304,9 @@ class Scheduler:
         self.num_prefix_hit += request.num_cached
         step.new.append(self._arrivals.pop(request.request_id))
 
-    def _add_chunk(self, request: Request, stop: int, blocks: tuple[int, ...], step: _Step, *, restarted: bool) -> None:
+    def _add_chunk(
+        self, request: Request, stop: int, blocks: tuple[tuple[int, ...], ...], step: _Step, *, restarted: bool
+    ) -> None:
         if request.next_image < len(request.images):
             self.images.hold(request, stop, step.images)
         start, samples = request.num_computed, stop == request.num_tokens
@@ -355,5 +366,5 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Give up everything a request holds; it is as if it had not started."""
-        self._scrubbed += self.blocks.release(request)
+        self.blocks.release(request)
         self.images.release(request)

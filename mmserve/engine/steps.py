@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from mmserve.engine.batch import ScheduledBatch, StepOutput
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import SchedulerLimits
+from mmserve.model.interface import CacheSpec
 
 __all__ = ["LocalSteps", "StepRunner", "Team"]
 
@@ -41,12 +43,12 @@ class Team(Protocol):
         """Whether tokens are chosen in this process."""
         ...
 
-    def most_bytes_per_token(self, own: int) -> int:
-        """The largest cache that a token takes on any rank; `own`: on this one. Waits until all have loaded."""
+    def largest_cache(self, own: CacheSpec) -> CacheSpec:
+        """The cache of the rank where a block takes most bytes; `own`: this one's. Waits until all have loaded."""
         ...
 
-    def run_with(self, runner: ModelRunner, limits: SchedulerLimits) -> StepRunner:
-        """All ranks as one; `runner`: this one's."""
+    def run_with(self, runner: ModelRunner, limits: SchedulerLimits, unsampled: Sequence[int]) -> StepRunner:
+        """All ranks as one; `runner`: this one's. unsampled: Ids that are never sampled."""
         ...
 
     def describe(self) -> list[dict[str, object]]:

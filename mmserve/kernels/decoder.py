@@ -1,7 +1,8 @@
-"""One decoder layer of the Llama kind as one call into the library."""
+"""Decoder layers of the Llama kind as one call into the library: each by itself, or all of a model's in a row."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from mmserve.attention.interface import AttentionMetadata, AttentionSpec, LayerC
 from mmserve.attention.intervals import visible_intervals
 from mmserve.kernels.library import native_module
 
-__all__ = ["DecoderWeights", "NativeDecoderLayer"]
+__all__ = ["DecoderWeights", "NativeDecoderLayer", "NativeDecoderStack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class NativeDecoderLayer:
         library = native_module()
         if library is None:
             raise RuntimeError("there is no compiled library: ask mmserve.kernels.library.status() first")
-        self._spec = spec
-        self._layer: Any = library.DecoderLayer(
+        self.spec = spec
+        self.native: Any = library.DecoderLayer(
             weights.input_norm,
             weights.qkv,
             weights.qkv_bias,
@@ -76,8 +77,8 @@ class NativeDecoderLayer:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """hidden [T, w], cos and sin [T, D] -> [T, w]; the batch's keys and values go into the cache."""
-        lo, hi = visible_intervals(metadata, self._spec)
-        out: torch.Tensor = self._layer.forward(
+        lo, hi = visible_intervals(metadata, self.spec)
+        out: torch.Tensor = self.native.forward(
             hidden,
             cos,
             sin,
@@ -89,5 +90,44 @@ class NativeDecoderLayer:
             metadata.block_tables,
             lo,
             hi,
+        )
+        return out
+
+
+class NativeDecoderStack:
+    """Decoder layers one after the other, in one call: what lies between two of them costs nothing any more."""
+
+    def __init__(self, layers: Sequence[NativeDecoderLayer]) -> None:
+        library = native_module()
+        if library is None:
+            raise RuntimeError("there is no compiled library: ask mmserve.kernels.library.status() first")
+        self._run: Any = library.decoder_layers
+        self._layers = [layer.native for layer in layers]
+        self._specs = [layer.spec for layer in layers]
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """hidden [T, w], cos and sin [T, D], a key and a value cache for each layer -> [T, w]."""
+        intervals = [visible_intervals(metadata, spec) for spec in self._specs]
+        out: torch.Tensor = self._run(
+            self._layers,
+            hidden,
+            cos,
+            sin,
+            keys,
+            values,
+            metadata.slot_mapping,
+            metadata.cu_seqlens_q,
+            metadata.key_lens_tensor,
+            metadata.block_tables,
+            [lo for lo, _ in intervals],
+            [hi for _, hi in intervals],
         )
         return out

@@ -15,8 +15,11 @@ from processors.types import ProcessedPrompt
 
 __all__ = ["generate_inputs"]
 
-_JOINED_ALONG: Final[dict[str, int]] = {"idefics2": 1, "idefics3": 1, "smolvlm": 1, "idefics": 1, "mllama": 1}
-"""The dimension along which a family joins the images of one prompt, where it is not the first."""
+_SECOND: Final = ("idefics", "idefics2", "idefics3", "smolvlm", "mllama", "fuyu")
+_LAST: Final = ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
+"""Families that join the images of one prompt along another dimension than the first: all tensors along the second,
+or the pixels, which are one row of patches, along the last."""
+_TYPES: Final = {"mm_token_type_ids", "moe_mm_token_type_ids"}
 _TYPED_PROMPTS: Final[dict[str, bool]] = {"gemma3": True, "shieldgemma2": True, "paligemma": False}
 """Families that read `token_type_ids`, and whether they are 1 at an image; PaliGemma's prompt is all prefix, 0."""
 
@@ -30,22 +33,31 @@ def generate_inputs(model: Any, prompt: ProcessedPrompt) -> dict[str, torch.Tens
     device = model.get_input_embeddings().weight.device
     ids = torch.tensor([prompt.token_ids])
     inputs: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-        inputs["mm_token_type_ids"] = image_type_ids(prompt)
+    for name in _TYPES & inspect.signature(model.forward).parameters.keys():
+        inputs[name] = image_type_ids(prompt)
     if model.config.model_type in _TYPED_PROMPTS:
         types = image_type_ids(prompt)
         inputs["token_type_ids"] = types if _TYPED_PROMPTS[model.config.model_type] else torch.zeros_like(types)
-    inputs.update(_joined(prompt, _JOINED_ALONG.get(model.config.model_type, 0)))
+    inputs.update(_joined(prompt, model.config.model_type))
     inputs.update(prompt.prompt_tensors)
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-def _joined(prompt: ProcessedPrompt, dim: int) -> Mapping[str, torch.Tensor]:
+def _joined(prompt: ProcessedPrompt, model_type: str) -> Mapping[str, torch.Tensor]:
     names = prompt.images[0].tensors.keys() if prompt.images else ()
     try:
-        return {name: _join([image.tensors[name] for image in prompt.images], dim) for name in names}
+        return {
+            name: _join([image.tensors[name] for image in prompt.images], _dimension(model_type, name))
+            for name in names
+        }
     except (RuntimeError, KeyError, IndexError) as error:
         raise InputError(f"the images of this prompt can not be given to the model together: {error}") from error
+
+
+def _dimension(model_type: str, name: str) -> int:
+    if model_type in _LAST and name == "pixel_values":
+        return 3
+    return 1 if model_type in _SECOND else 0
 
 
 def _join(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

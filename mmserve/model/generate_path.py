@@ -22,7 +22,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from mmserve.attention.interface import LayerCache
 from mmserve.errors import EngineError, InputError, ModelOutputError
@@ -37,10 +43,42 @@ from mmserve.model.interface import (
 )
 from processors.types import ImageItem, ProcessedPrompt
 
-__all__ = ["GenerateModel"]
+__all__ = ["GenerateModel", "take_over_generation"]
 
 _KEPT_ON_MODEL = "rope_deltas"
 _ENDLESS = 1_000_000
+_TAKEN_OVER = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "eos_token_id",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "max_time",
+    "min_length",
+    "min_new_tokens",
+    "min_p",
+    "no_repeat_ngram_size",
+    "prompt_lookup_num_tokens",
+    "repetition_penalty",
+    "sequence_bias",
+    "stop_strings",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "watermarking_config",
+)
+"""Fields of a generation config that are set to None: sampling is the engine's."""
 
 
 class GenerateModel:
@@ -60,6 +98,7 @@ class GenerateModel:
         self.vocab_size = vocab_size
         self.forbidden_token_ids = forbidden_token_ids
         self.max_position = max_position
+        take_over_generation(model)
         self._model = model
         self._about = about
         self._running: dict[str, _Generation] = {}
@@ -151,6 +190,7 @@ class _Generation:
         self._kept: list[Any] = [None] * len(self._owners)
         self._to_thread: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._from_thread: queue.SimpleQueue[torch.Tensor | BaseException] = queue.SimpleQueue()
+        self._relay = _Relay(self._hand_out)
         self._thread = threading.Thread(target=self._run, name="mmserve-generate", daemon=True)
 
     def first(self) -> torch.Tensor:
@@ -182,8 +222,9 @@ class _Generation:
         try:
             self._model.generate(
                 **generate_inputs(self._model, self._prompt),
-                generation_config=_plain_config(self._model.generation_config),
-                logits_processor=LogitsProcessorList([_Relay(self._hand_out)]),
+                generation_config=GenerationConfig(max_new_tokens=_ENDLESS),
+                logits_processor=LogitsProcessorList([self._relay]),
+                stopping_criteria=StoppingCriteriaList([_Heard(self._relay)]),
             )
         except _Stopped:
             return
@@ -205,34 +246,42 @@ class _Relay(LogitsProcessor):
 
     def __init__(self, ask: Any) -> None:
         self._ask = ask
+        self.called = False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.called = True
         token = self._ask(scores[0].clone())
         chosen = torch.full_like(scores, float("-inf"))
         chosen[0, token] = 0.0
         return chosen
 
 
+class _Heard(StoppingCriteria):
+    """Ends a `generate()` that drops the relay, as Janus's own does for text: it would go on unheard."""
+
+    def __init__(self, relay: _Relay) -> None:
+        self._relay = relay
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if not self._relay.called:
+            raise RuntimeError("this model's generate() takes no logits processor: it can only run on the paged path")
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def take_over_generation(model: Any) -> None:
+    """Give the model, and each model in it, a generation config that leaves everything to the caller's sampler.
+
+    Passing one to `generate()` is not enough: what is None there is filled from the model's own, so that a
+    checkpoint's repetition penalty would change the logits, and its end token would end a generation.
+    """
+    for module in model.modules():
+        own = getattr(module, "generation_config", None)
+        if isinstance(own, GenerationConfig):
+            module.generation_config = _plain_config(own)
+
+
 def _plain_config(own: GenerationConfig) -> GenerationConfig:
-    """The model's generation config with everything off that a sampler of ours decides, or that ends it."""
+    """`own` with everything off that a sampler of ours decides, or that ends an answer."""
     config = copy.deepcopy(own)
-    config.update(
-        do_sample=False,
-        num_beams=1,
-        temperature=None,
-        top_k=None,
-        top_p=None,
-        repetition_penalty=None,
-        no_repeat_ngram_size=None,
-        bad_words_ids=None,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        forced_eos_token_id=None,
-        eos_token_id=None,
-        min_length=None,
-        min_new_tokens=None,
-        max_length=None,
-        max_new_tokens=_ENDLESS,
-        return_dict_in_generate=False,
-    )
+    config.update(do_sample=False, num_beams=1, num_return_sequences=1, **dict.fromkeys(_TAKEN_OVER))
     return config

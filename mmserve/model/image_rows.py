@@ -5,16 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from mmserve.errors import InputError, ModelOutputError, RequestError, UnsupportedModelError
+from mmserve.errors import InputError, ModelOutputError, RequestError
 from mmserve.model.interface import ImageRows
 from processors.types import ImageItem
 
-__all__ = ["ImageEncoder", "find_image_features"]
+__all__ = ["LAYER_PREFIX", "ImageEncoder", "find_image_features", "merge_extra"]
+
+LAYER_PREFIX = "layer "
+"""Name of extra rows that are added before the layer whose number follows."""
 
 
 def find_image_features(model: nn.Module) -> Callable[..., Any] | None:
@@ -58,28 +62,59 @@ class ImageEncoder:
             raise InputError(f"the model takes no image tensors called {', '.join(sorted(unknown))}")
         try:
             output = self.features(**tensors, return_dict=True)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except Exception as error:  # the model's own code: whatever it raises is this image's failure
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
             raise ModelOutputError(f"the vision tower failed on an image of {shapes}: {error}") from error
         expected = image.range.num_embeds
-        rows = self._own(_as_rows(output.pooler_output, self.width), expected, "rows")
         layers = getattr(output, "deepstack_features", None)
+        layers = [] if layers is None else list(layers)
+        if layers and isinstance(layers[0], tuple) and isinstance(layers[0][0], int):
+            return self._for_layers(layers, expected)
+        rows = self._own(_as_rows(_features(output), self.width), expected, "rows")
         extra = {}
-        if layers is not None and len(layers):
+        if layers:
             stacked = [self._own(_as_rows(layer, self.width), expected, "DeepStack rows") for layer in layers]
             extra["deepstack"] = torch.stack(stacked)
         return ImageRows(rows=rows, extra=extra)
+
+    def _for_layers(self, layers: Sequence[tuple[int, Any]], expected: int) -> ImageRows:
+        """Rows that come in at layers of given numbers only (Granite 4 Vision): none take an embedding's place."""
+        extra = {
+            f"{LAYER_PREFIX}{layer}": self._own(_as_rows(features, self.width), expected, f"rows of layer {layer}")
+            for layer, features in layers
+        }
+        return ImageRows(rows=torch.zeros(expected, self.width, dtype=self.dtype, device=self.device), extra=extra)
 
     def _own(self, rows: torch.Tensor, expected: int, what: str) -> torch.Tensor:
         """Checked, cast, and in storage of its own: a view would keep a whole batch of features alive."""
         if rows.shape[0] != expected:
             raise ModelOutputError(f"the model made {rows.shape[0]} {what} for an image whose range takes {expected}")
-        if not torch.isfinite(rows).all():
+        cast = rows.to(self.dtype)
+        if not torch.isfinite(cast).all():  # after the cast, which may overflow by itself
             raise ModelOutputError(
-                f"the vision tower produced {what} that are not finite in {rows.dtype}; "
+                f"the vision tower produced {what} that are not finite in {self.dtype}; "
                 "load the model in bfloat16 or float32"
             )
-        return rows.to(self.dtype).clone(memory_format=torch.contiguous_format)
+        return cast.clone(memory_format=torch.contiguous_format)
+
+
+def _features(output: Any) -> Any:
+    """The features in what `get_image_features` gives: an output object or dict, or themselves.
+
+    Raises:
+        ModelOutputError: It gives something else.
+    """
+    if isinstance(output, (torch.Tensor, list, tuple)) and not hasattr(output, "pooler_output"):
+        return output
+    get = output.get if isinstance(output, Mapping) else partial(getattr, output)
+    found = get("pooler_output", None)
+    if found is None:
+        found = get("last_hidden_state", None)
+    if found is None:
+        raise ModelOutputError(
+            f"get_image_features gives {type(output).__name__} with neither pooler_output nor last_hidden_state"
+        )
+    return found
 
 
 def _as_rows(features: Any, width: int) -> torch.Tensor:
@@ -89,10 +124,12 @@ def _as_rows(features: Any, width: int) -> torch.Tensor:
     elif isinstance(features, (list, tuple)) and all(isinstance(part, torch.Tensor) for part in features):
         parts = list(features)
     else:
-        raise UnsupportedModelError(f"get_image_features gives {type(features).__name__}, not rows")
-    wrong = [tuple(part.shape) for part in parts if part.shape[-1] != width]
+        raise ModelOutputError(f"get_image_features gives {type(features).__name__}, not rows")
+    wrong = [tuple(part.shape) for part in parts if part.dim() == 0 or part.shape[-1] != width]
     if wrong:
         raise ModelOutputError(f"image features of shape {wrong[0]} do not end in the text width {width}")
+    if not parts:
+        raise ModelOutputError("get_image_features gives no rows at all")
     return torch.cat([part.reshape(-1, width) for part in parts])
 
 

@@ -6,7 +6,7 @@ Letters: T tokens of a packed batch, P position rows (1, or 3 for M-RoPE), W hid
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from mmserve.attention.interface import AttentionMetadata, LayerCache
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "CacheLayout",
     "CacheSpec",
     "ImageRows",
     "LayerCacheSpec",
@@ -26,15 +27,36 @@ __all__ = [
     "SequenceInput",
 ]
 
+MOST_GROUPS = 8
+"""Cache groups: each costs the host a block table a request."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCacheSpec:
-    """Shape of one layer's cache: num_kv_heads K, head_size D, value_size Dv; window if the layer slides."""
+    """Shape of one layer's cache: num_kv_heads K, head_size D, value_size Dv.
+
+    `window`: no query reads keys more than `window - 1` before its chunk's first one; None: all may be read.
+    """
 
     num_kv_heads: int
     head_size: int
     value_size: int
     window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """How layers share the blocks of one pool.
+
+    Attributes:
+        windows: The window of each cache group; if any is None, the first.
+        places: (group, slot) of each layer. Layers of one slot, one of each group, share a tensor.
+        num_slots: Layers of a group; a group may leave some unused.
+    """
+
+    windows: tuple[int | None, ...]
+    places: tuple[tuple[int, int], ...]
+    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +71,38 @@ class CacheSpec:
     dtype: torch.dtype
     kept_elsewhere: int = 0
 
+    def layout(self) -> CacheLayout:
+        """Layers by window, in groups of equally many: as many as the rarest kind has, but at most MOST_GROUPS groups.
+
+        If layers differ in shape, they can not take each other's place: all are one group, which gives nothing back.
+        """
+        if len({replace(layer, window=None) for layer in self.layers}) > 1:
+            return CacheLayout((None,), tuple((0, slot) for slot in range(len(self.layers))), len(self.layers))
+        kinds: dict[int | None, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            kinds.setdefault(layer.window, []).append(number)
+        num_slots = min(map(len, kinds.values()))
+        while sum(-(-len(kind) // num_slots) for kind in kinds.values()) > MOST_GROUPS:
+            num_slots += 1
+        windows: list[int | None] = []
+        places = {}
+        for window in sorted(kinds, key=lambda w: (w is not None, -(w or 0))):
+            for first in range(0, len(kinds[window]), num_slots):
+                members = kinds[window][first : first + num_slots]
+                places.update({layer: (len(windows), slot) for slot, layer in enumerate(members)})
+                windows.append(window)
+        return CacheLayout(tuple(windows), tuple(places[number] for number in range(len(self.layers))), num_slots)
+
     def bytes_per_token(self) -> int:
         """Bytes that one token takes: over all layers, and elsewhere."""
         values = sum(layer.num_kv_heads * (layer.head_size + layer.value_size) for layer in self.layers)
+        return values * self.dtype.itemsize + self.kept_elsewhere
+
+    def slot_bytes(self) -> int:
+        """Bytes that one token takes in a block of the pool: the layers of one group; and what is kept elsewhere."""
+        layout = self.layout()
+        largest = {slot: layer for layer, (_, slot) in zip(self.layers, layout.places, strict=True)}
+        values = sum(layer.num_kv_heads * (layer.head_size + layer.value_size) for layer in largest.values())
         return values * self.dtype.itemsize + self.kept_elsewhere
 
 
@@ -136,7 +187,9 @@ class PackedBatch:
         token_ids: int64 [T]. At image positions the id is whatever the prompt has; the model must not look it up.
         positions: int64 [P, T].
         placements: Image rows and where they go; together they cover every image position of the batch.
-        attention: Metadata for the attention backend.
+        attention: Metadata for the attention backend, of the layers of cache group 0.
+        more_attention: The same for groups 1, 2, ..., which differ in block tables and slots alone; empty: all
+            layers use `attention`.
         logit_indices: int64 [M], packed indices whose logits are wanted.
         sequences: One entry a sequence, in packed order; may be empty unless the model `needs_sequences`.
     """
@@ -147,6 +200,11 @@ class PackedBatch:
     attention: AttentionMetadata
     logit_indices: torch.Tensor
     sequences: tuple[SequenceInput, ...] = ()
+    more_attention: tuple[AttentionMetadata, ...] = ()
+
+    def attention_of(self, group: int) -> AttentionMetadata:
+        """The metadata of a cache group's layers."""
+        return self.more_attention[group - 1] if group and self.more_attention else self.attention
 
 
 class Model(Protocol):
@@ -167,7 +225,10 @@ class Model(Protocol):
         ...
 
     def bind_cache(self, caches: Sequence[LayerCache]) -> None:
-        """Take the cache tensors, one per entry of `cache_spec().layers`, before the first forward."""
+        """Take the cache tensors, one per entry of `cache_spec().layers`, before the first forward.
+
+        Layers of different cache groups may be given the same tensors; their block tables never name the same blocks.
+        """
         ...
 
     def plan(self, prompt: ProcessedPrompt) -> PromptPlan:

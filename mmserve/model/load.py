@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,18 +16,22 @@ from mmserve.attention.interface import AttentionBackend
 from mmserve.attention.registry import AUTO_ORDER, choose_backend, make_backend
 from mmserve.errors import BackendError, ConfigError, UnsupportedModelError
 from mmserve.model import text_attention
-from mmserve.model.build import build_model, read_config
+from mmserve.model.build import build_model
 from mmserve.model.checkpoint import Checkpoint, open_checkpoint
 from mmserve.model.generate_path import GenerateModel
 from mmserve.model.image_rows import ImageEncoder, find_image_features
+from mmserve.model.leftovers import Leftovers
+from mmserve.model.loaded import LoadedModel
+from mmserve.model.model_config import read_config
 from mmserve.model.paged import PagedLayer, PagedModel
 from mmserve.model.precision import Precision, resolve_device, resolve_precision
 from mmserve.model.probe import AttentionProfile, probe_attention
 from mmserve.model.proven import PROVEN
 from mmserve.model.refused import REFUSED
-from mmserve.model.selfcheck import check_agreement, plain_logits
+from mmserve.model.selfcheck import check_agreement, plain_logits, trial_batches
 from mmserve.model.spans import SpanRule
 from mmserve.model.stage import StageLink
+from mmserve.model.versions import LOADING, PACKED, require
 from mmserve.parallel.rank import RankShape
 
 if TYPE_CHECKING:
@@ -32,7 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["load_model"]
 
-_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index", "video_token_index")
+_PATHS = ("auto", "paged", "generate")
+_log = logging.getLogger("mmserve.model")
 
 
 def load_model(
@@ -45,6 +53,8 @@ def load_model(
     path: Literal["auto", "paged", "generate"] = "auto",
     replace: bool = True,
     trust_remote_code: bool = False,
+    allow_pickled_weights: bool = False,
+    ignore_weights: Sequence[str] = (),
     rank: RankShape | None = None,
 ) -> PagedModel | GenerateModel:
     """Load a model folder.
@@ -59,21 +69,76 @@ def load_model(
             request at a time; "auto": paged where that is proven, and `describe()` says why not.
         replace: Whether layers may be replaced by faster ones that give the same; `describe()` lists them.
         trust_remote_code: Whether to run Python files that come with the folder.
+        allow_pickled_weights: Whether torch pickles are read, as tensors only, where there are no safetensors.
+        ignore_weights: Names of tensors in the weight files that no model need have a place for: `begins*`,
+            `*ends`, `*holds*`, or a whole name. `describe()` lists those that were left over.
         rank: Load this rank's part alone; all ranks load at the same time.
 
     Raises:
         ModelNotFoundError: No such folder, or no config.json in it.
         UnsupportedModelError: The architecture is unknown or can not run here, or not over several ranks; says why.
         WeightsError: Weights are missing, unexpected, truncated or of the wrong shape.
-        ConfigError: A dtype, device or path that can not be.
+        ConfigError: A dtype, device, path or pattern that can not be.
         BackendError: The attention backend is unknown, or declined, or is forced on a model that goes to generate().
         ModelLoadError: The device does not take the model.
     """
-    if path not in ("auto", "paged", "generate"):
-        raise ConfigError(f"unknown path {path!r}; known: auto, paged, generate")
+    if path not in _PATHS:
+        raise ConfigError(f"unknown path {path!r}; known: {', '.join(_PATHS)}")
     names = AUTO_ORDER if attention_backend == "auto" else (attention_backend,)
-    backends = [make_backend(name) for name in names]
-    checkpoint = open_checkpoint(folder)
+    backends = tuple(make_backend(name) for name in names)
+    leftovers = Leftovers.parse(ignore_weights)
+    source = _open(folder, dtype, device, trust_remote_code, allow_pickled_weights, leftovers)
+    return _serve(replace_fields(source, rank=rank), _Wish(path, backends, attention_backend, block_size, replace))
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """How a caller wants a model to run."""
+
+    path: str
+    backends: tuple[AttentionBackend, ...]
+    backend_name: str
+    block_size: int
+    replace: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A checkpoint that was looked at, from which a model can be built any number of times."""
+
+    checkpoint: Checkpoint
+    config: Any
+    precision: Precision
+    device: torch.device
+    trust_remote_code: bool
+    leftovers: Leftovers
+    rank: RankShape | None = None
+
+    def build(self) -> LoadedModel:
+        """A new model, every weight loaded."""
+        built = build_model(
+            self.checkpoint,
+            self.config,
+            self.precision,
+            self.device,
+            trust_remote_code=self.trust_remote_code,
+            leftovers=self.leftovers,
+            rank=self.rank,
+        )
+        return LoadedModel(built.model, self.checkpoint, self.precision, self.device, built.left_over, self.rank)
+
+
+def _open(
+    folder: Path,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    trust_remote_code: bool,
+    allow_pickled: bool,
+    leftovers: Leftovers,
+) -> _Source:
+    """All that can be known, and refused, before a weight is read."""
+    require(LOADING)
+    checkpoint = open_checkpoint(folder, allow_pickled=allow_pickled)
     if checkpoint.model_type in REFUSED:
         raise UnsupportedModelError(
             f"{checkpoint.model_type!r} models are not served: {REFUSED[checkpoint.model_type]}"
@@ -81,88 +146,55 @@ def load_model(
     config = read_config(checkpoint, trust_remote_code)
     where = resolve_device(device)
     precision = resolve_precision(dtype, checkpoint.tensors, config, where)
+    return _Source(checkpoint, config, precision, where, trust_remote_code, leftovers)
 
-    def build() -> _Loaded:
-        model = build_model(checkpoint, config, precision, where, trust_remote_code, rank)
-        return _Loaded(model, checkpoint, precision, where, rank)
 
-    def generate(loaded: _Loaded, reason: str) -> GenerateModel:
-        if attention_backend != "auto":
-            raise BackendError(
-                f"attention_backend {attention_backend!r} can not be forced: the model runs through transformers' own "
-                f"generate(), which has no attention backend of ours ({reason}); take attention_backend='auto'"
-            )
-        if rank is not None and rank.leftovers is not None:
-            raise UnsupportedModelError(
-                f"pipeline_parallel needs the packed path, and {checkpoint.model_type!r} runs through transformers' "
-                f"own generate() ({reason}): take tensor_parallel instead"
-            )
-        return _generate_model(loaded, reason)
-
-    loaded = build()
-    if path == "generate":
-        return generate(loaded, "as asked")
-    if path == "auto" and find_image_features(loaded.model) and checkpoint.model_type not in PROVEN:
-        return generate(loaded, f"the packed path of {checkpoint.model_type!r} models is not proven")
+def _serve(source: _Source, wish: _Wish) -> PagedModel | GenerateModel:
+    """On the paged path if that is wished or proven, and possible; else through generate(), with the reason."""
+    loaded = source.build()
+    reason = _not_to_be_paged(loaded, wish)
+    if reason is not None:
+        return _generate_model(loaded, wish, reason)
+    require(PACKED)
     try:
-        profile = probe_attention(loaded.model, rank.leftovers if rank is not None else None)
+        profile = probe_attention(loaded.model, None if loaded.rank is None else loaded.rank.leftovers)
     except UnsupportedModelError as error:
-        if path == "paged":
+        if wish.path == "paged":
             raise
-        return generate(loaded, str(error))
+        return _generate_model(loaded, wish, str(error))
     try:
-        return _paged_model(loaded, profile, backends, block_size, replace)
+        return _paged_model(loaded, profile, wish)
     except UnsupportedModelError as error:
-        if path == "paged":
+        if wish.path == "paged":
             raise
-        # Its layers were routed and replaced: generate() needs one as it was.
-        return generate(build(), str(error))
+        reason = str(error)
+    # Its layers were routed and replaced, and generate() needs one as it was. Two would not fit.
+    del loaded, profile
+    gc.collect()
+    return _generate_model(source.build(), wish, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A transformers model and what is known of it."""
-
-    model: Any
-    checkpoint: Checkpoint
-    precision: Precision
-    device: torch.device
-    rank: RankShape | None
-
-    @property
-    def vocab_size(self) -> int:
-        head = self.model.get_output_embeddings()
-        if head is not None and getattr(head, "weight", None) is not None:
-            # Of a head that is dealt to ranks, the weight is a part.
-            return int(getattr(head, "out_features", head.weight.shape[0]))
-        return int(self.model.config.get_text_config(decoder=True).vocab_size)
-
-    @property
-    def forbidden_token_ids(self) -> tuple[int, ...]:
-        """Placeholders of every modality that lie inside the logits: a model must not write them."""
-        ids = {getattr(self.model.config, name, None) for name in _PLACEHOLDERS}
-        return tuple(sorted(i for i in ids if isinstance(i, int) and 0 <= i < self.vocab_size))
-
-    @property
-    def max_position(self) -> int | None:
-        most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return int(most) if most is not None else None
-
-    def about(self, **more: object) -> Mapping[str, object]:
-        return {
-            "class": type(self.model).__name__,
-            "model_type": self.checkpoint.model_type,
-            "folder": str(self.checkpoint.folder),
-            "dtype": str(self.precision.dtype).removeprefix("torch."),
-            "dtype_reason": self.precision.reason,
-            "device": str(self.device),
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "parallel": None if self.rank is None else self.rank.describe(),
-            **more,
-        }
+def _not_to_be_paged(loaded: LoadedModel, wish: _Wish) -> str | None:
+    """Why this model goes to generate() without a look at its layers, or None."""
+    if wish.path == "generate":
+        return "as asked"
+    name = loaded.checkpoint.model_type
+    if wish.path == "auto" and find_image_features(loaded.model) and name not in PROVEN:
+        return f"the packed path of {name!r} models is not proven"
+    return None
 
 
-def _generate_model(loaded: _Loaded, reason: str) -> GenerateModel:
+def _generate_model(loaded: LoadedModel, wish: _Wish, reason: str) -> GenerateModel:
+    if wish.backend_name != "auto":
+        raise BackendError(
+            f"attention_backend {wish.backend_name!r} can not be forced: the model runs through transformers' own "
+            f"generate(), which has no attention backend of ours ({reason}); take attention_backend='auto'"
+        )
+    if loaded.rank is not None and loaded.rank.leftovers is not None:
+        raise UnsupportedModelError(
+            f"pipeline_parallel needs the packed path, and {loaded.checkpoint.model_type!r} runs through transformers' "
+            f"own generate() ({reason}): take tensor_parallel instead"
+        )
     if not loaded.model.can_generate():
         raise UnsupportedModelError(f"{type(loaded.model).__name__} can not generate text")
     return GenerateModel(
@@ -174,42 +206,44 @@ def _generate_model(loaded: _Loaded, reason: str) -> GenerateModel:
     )
 
 
-def _paged_model(
-    loaded: _Loaded,
-    profile: AttentionProfile,
-    backends: Sequence[AttentionBackend],
-    block_size: int,
-    replace: bool,
-) -> PagedModel:
+def _paged_model(loaded: LoadedModel, profile: AttentionProfile, wish: _Wish) -> PagedModel:
     """Route, replace, check against the plain model."""
     model, dtype = loaded.model, loaded.precision.dtype
     stage = StageLink.of(loaded.rank, model.get_input_embeddings().weight, loaded.device)
     expected = plain_logits(model, loaded.vocab_size, stage)
     layers = [
-        PagedLayer(module, spec, choose_backend(backends, spec, dtype, loaded.device, block_size))
+        PagedLayer(module, spec, choose_backend(wish.backends, spec, dtype, loaded.device, wish.block_size))
         for module, spec in profile.specs.items()
     ]
     text_attention.register()
     text_attention.route(model, text_attention.NAME)
     text_attention.open_door(model)
-    replaced = _replace(model, layers) if replace else ()
+    replaced = _replace(model, layers, wish)
     paged = _assemble(loaded, layers, profile.span_rule, replaced, stage)
-    check_agreement(paged, expected, block_size, dtype)
+    check_agreement(paged, expected, wish.block_size, dtype)
+    if replaced and stage is None:
+        # On ranks that share layers all see the same bits, and decide alike.
+        paged.skip_outer_modules(trial_batches(paged, wish.block_size, loaded.device))
     return paged
 
 
-def _replace(model: Any, layers: Sequence[PagedLayer]) -> tuple[Replacement, ...]:
+def _replace(model: Any, layers: Sequence[PagedLayer], wish: _Wish) -> tuple[Replacement, ...]:
     """Faster layers go with the native attention: where that was not chosen, nothing else is native either."""
+    from mmserve.model.replace import Replacement, replace_layers
+
+    if not wish.replace:
+        return (Replacement("layers", 0, "switched off"),)
     native = frozenset(layer.module for layer in layers if layer.choice.backend.name == "native")
     if not native:
-        return ()
-    from mmserve.model.replace import replace_layers
-
-    return replace_layers(model, {layer.module: layer.spec for layer in layers}, native)
+        return (Replacement("layers", 0, "the native attention backend serves none of the layers"),)
+    done = replace_layers(model, {layer.module: layer.spec for layer in layers}, native)
+    for each in done:
+        _log.info("replaced %d: %s%s", each.count, each.what, f" ({each.declined})" if each.declined else "")
+    return done
 
 
 def _assemble(
-    loaded: _Loaded,
+    loaded: LoadedModel,
     layers: Sequence[PagedLayer],
     rule: SpanRule,
     replaced: Sequence[Replacement],

@@ -8,7 +8,7 @@ cache, and the indices of the positions whose logits are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch import nn
 from mmserve.attention.interface import AttentionSpec, LayerCache
 from mmserve.attention.registry import BackendChoice
 from mmserve.errors import EngineError, InputError, UnsupportedModelError
-from mmserve.model.image_rows import ImageEncoder, merge_extra
+from mmserve.model.image_rows import ImageEncoder
 from mmserve.model.interface import CacheSpec, ImageRows, LayerCacheSpec, PackedBatch, PromptPlan
 from mmserve.model.positions import find_rope_index, mrope_positions, plain_positions
 from mmserve.model.spans import SpanRule
 from mmserve.model.stage import StageLink
 from mmserve.model.text_attention import LayerBinding, PagedStep
+from mmserve.model.text_inputs import find_text_inputs
 from processors.types import ImageItem, ProcessedPrompt
 
 __all__ = ["PagedLayer", "PagedModel"]
@@ -36,6 +37,41 @@ class PagedLayer:
     module: nn.Module
     spec: AttentionSpec
     choice: BackendChoice
+
+
+_Forward = Callable[[torch.Tensor, torch.Tensor, PagedStep, torch.Tensor, Mapping[str, Any]], torch.Tensor]
+"""embeds [1, T, W], position ids, step, indices int64 [M], further arguments of the outer model -> logits [M, V]"""
+
+
+def _whole_model(model: Any) -> _Forward:
+    def run(
+        embeds: torch.Tensor,
+        position_ids: torch.Tensor,
+        step: PagedStep,
+        wanted: torch.Tensor,
+        more: Mapping[str, Any],
+    ) -> torch.Tensor:
+        output = model(
+            inputs_embeds=embeds, position_ids=position_ids, use_cache=False, logits_to_keep=wanted, paged=step, **more
+        )
+        logits: torch.Tensor = output.logits[0]
+        # A few families take no logits_to_keep and compute them all.
+        return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
+
+    return run
+
+
+def _decoder_and_head(model: Any) -> _Forward:
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+
+    def run(
+        embeds: torch.Tensor, position_ids: torch.Tensor, step: PagedStep, wanted: torch.Tensor, _: Mapping[str, Any]
+    ) -> torch.Tensor:
+        output = decoder(inputs_embeds=embeds, position_ids=position_ids, use_cache=False, paged=step)
+        logits: torch.Tensor = head(output.last_hidden_state[0, wanted])
+        return logits
+
+    return run
 
 
 class PagedModel:
@@ -69,14 +105,20 @@ class PagedModel:
         # Of a table that is dealt to ranks, the weight is a part.
         self._num_embeddings: int = getattr(self._embed_tokens, "num_embeddings", self._embed_tokens.weight.shape[0])
         self._rope_index = find_rope_index(model)
+        self._text_inputs = find_text_inputs(model)
         self._bindings: Mapping[nn.Module, LayerBinding] = {}
+        self._run: _Forward = _whole_model(model)
+        self._forward_note = "the whole model"
 
     def cache_spec(self) -> CacheSpec:
         """The cache that the engine must provide."""
-        shapes = {}
+        shapes: dict[int, LayerCacheSpec] = {}
         for layer in self._layers:
             spec = layer.spec
-            shapes[spec.layer] = LayerCacheSpec(spec.num_kv_heads, spec.head_size, spec.value_size, spec.window)
+            window = self._reach(spec)
+            if spec.layer in shapes:  # layers that share a cache
+                window = _farther(window, shapes[spec.layer].window)
+            shapes[spec.layer] = LayerCacheSpec(spec.num_kv_heads, spec.head_size, spec.value_size, window)
         return CacheSpec(
             layers=tuple(shapes[index] for index in sorted(shapes)),
             dtype=self._embed_tokens.weight.dtype,
@@ -87,8 +129,11 @@ class PagedModel:
         expected = len(self.cache_spec().layers)
         if len(caches) != expected:
             raise EngineError(f"{len(caches)} caches were given to a model that keeps {expected}")
+        places = self.cache_spec().layout().places
         self._bindings = {
-            layer.module: LayerBinding(layer.spec, caches[layer.spec.layer], layer.choice.backend)
+            layer.module: LayerBinding(
+                layer.spec, caches[layer.spec.layer], layer.choice.backend, places[layer.spec.layer][0]
+            )
             for layer in self._layers
         }
 
@@ -118,48 +163,87 @@ class PagedModel:
 
         On a pipeline stage that is not the last there are none: [0, V].
         """
+        targets = torch.cat([p.targets for p in batch.placements]) if batch.placements else None
+        at_the_door = self._text_inputs.at_the_door(batch)
         if self._stage is None:
-            output = self._call(batch, self._embed(batch), _text_inputs(batch), None)
-        else:
-            output = self._stage.run(batch, self._embed, _text_inputs, self._call)
-        if output is None:
-            return torch.empty(0, self.vocab_size)
-        logits: torch.Tensor = output.logits[0]
-        if logits.shape[0] != batch.logit_indices.shape[0]:
-            # A few families take no logits_to_keep and compute them all.
-            logits = logits[batch.logit_indices]
-        return logits.float()
+            return self._call(batch, targets, self._embed(batch, targets), at_the_door, None).float()
+        logits = self._stage.run(
+            batch,
+            lambda: self._embed(batch, targets),
+            at_the_door,
+            lambda embeds, inputs, entering: self._call(batch, targets, embeds, inputs, entering),
+        )
+        return torch.empty(0, self.vocab_size) if logits is None else logits.float()
 
     def _call(
-        self, batch: PackedBatch, embeds: torch.Tensor, text_inputs: Mapping[str, Any], entering: torch.Tensor | None
-    ) -> Any:
+        self,
+        batch: PackedBatch,
+        targets: torch.Tensor | None,
+        embeds: torch.Tensor,
+        at_the_door: Mapping[str, Any],
+        entering: torch.Tensor | None,
+    ) -> torch.Tensor:
         positions = batch.positions[:, None]
-        return self._model(
-            inputs_embeds=embeds[None],
-            position_ids=positions[0] if self._rope_index is None else positions,
-            use_cache=False,
-            logits_to_keep=batch.logit_indices,
-            paged=PagedStep(self._bindings, batch.attention, text_inputs, entering),
+        return self._run(
+            embeds[None],
+            positions[0] if self._rope_index is None else positions,
+            PagedStep(self._bindings, batch.attention, at_the_door, batch.more_attention, entering),
+            batch.logit_indices,
+            self._text_inputs.outer(batch.token_ids, targets),
         )
+
+    @torch.inference_mode()
+    def skip_outer_modules(self, trials: Sequence[PackedBatch]) -> None:
+        """From now on call the text model and the head alone, if that gives the same bits; `describe` says which.
+
+        What a multimodal model's own forward adds to them, once embeddings are made, is bookkeeping in most
+        families. Those that scale or cap logits, or feed layers on more than embeddings, differ and stay.
+
+        Args:
+            trials: Batches of text, over a cache that is bound.
+        """
+        if self._text_inputs.takes_more:
+            self._forward_note = "the whole model: its text model takes more than embeddings"
+            return
+        expected = [self.forward(trial) for trial in trials]
+        whole, self._run = self._run, _decoder_and_head(self._model)
+        try:
+            same = all(torch.equal(self.forward(t), logits) for t, logits in zip(trials, expected, strict=True))
+            reason = None if same else "it does more than call its text model and head"
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            reason = f"its text model does not run by itself: {type(error).__name__}: {error}"
+        if reason is None:
+            self._forward_note = "text model and head, which give the same bits as the whole model"
+        else:
+            self._run = whole
+            self._forward_note = f"the whole model: {reason}"
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Nothing of a request is kept here."""
 
     def describe(self) -> Mapping[str, object]:
         """What was loaded, and which paths were chosen and why; JSON-friendly."""
-        return self._about
+        return {**self._about, "forward": self._forward_note}
 
-    def _embed(self, batch: PackedBatch) -> torch.Tensor:
-        """Embeddings [T, W] with the image rows in place.
+    def _reach(self, spec: AttentionSpec) -> int | None:
+        """How many keys back a layer looks, itself included; None: as far as there are any."""
+        if self._stage is not None:
+            return None  # a stage has some of the layers alone, and all stages must have the same groups of blocks
+        # A query sees keys of its own chunk only, so no more than a chunk back; a both-way span lies within a step.
+        limits = [limit for limit in (spec.window, spec.chunk) if limit is not None]
+        reach = min(limits, default=None)
+        return None if reach is None or (self.max_position is not None and reach >= self.max_position) else reach
+
+    def _embed(self, batch: PackedBatch, targets: torch.Tensor | None) -> torch.Tensor:
+        """Embeddings [T, W] with the image rows in place at `targets`.
 
         Ids at image positions are replaced before the lookup: they may lie outside the table. The
         model's own embedding is called, so a scale on text embeddings stays on text alone.
         """
         token_ids = batch.token_ids
-        if not batch.placements:
+        if targets is None:
             plain: torch.Tensor = self._embed_tokens(token_ids)
             return plain
-        targets = torch.cat([placement.targets for placement in batch.placements])
         rows = torch.cat([p.image.rows[p.first : p.first + p.targets.shape[0]] for p in batch.placements])
         embeds: torch.Tensor = self._embed_tokens(token_ids.index_fill(0, targets, 0))
         return embeds.index_copy(0, targets, rows.to(embeds.dtype))
@@ -176,14 +260,6 @@ class PagedModel:
                 )
 
 
-def _text_inputs(batch: PackedBatch) -> Mapping[str, Any]:
-    """What goes to the text model besides embeddings: DeepStack rows and the mask of where they go."""
-    placed = [(p.image.extra, p.first, p.targets.shape[0]) for p in batch.placements if p.image.extra]
-    if not placed:
-        return {}
-    mask = torch.zeros(1, batch.token_ids.shape[0], dtype=torch.bool, device=batch.token_ids.device)
-    targets = torch.cat([p.targets for p in batch.placements if p.image.extra])
-    mask[0, targets] = True
-    # The model reads the rows in the order of the mask, which is that of the packed batch.
-    rows = merge_extra(placed, "deepstack")[:, torch.argsort(targets)]
-    return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(rows)}
+def _farther(one: int | None, other: int | None) -> int | None:
+    """The farther of two reaches, of layers that share a cache."""
+    return None if one is None or other is None else max(one, other)

@@ -32,6 +32,7 @@ from mmserve.attention.masks import visible
 from mmserve.errors import UnsupportedModelError
 from mmserve.model.spans import SpanRule, each_image, no_spans, whole_prompt
 from mmserve.model.text_attention import route, unroute
+from mmserve.model.text_inputs import find_text_inputs
 from mmserve.parallel.stages import HandedOver, Leftovers
 from processors.types import ImageItem, PlaceholderRange, ProcessedPrompt
 
@@ -153,6 +154,7 @@ def _trial(model: Any, image_types: int, stage: Leftovers | None) -> dict[nn.Mod
             position_ids=torch.arange(_LENGTH, device=device)[None],
             use_cache=False,
             paged=notes,
+            **find_text_inputs(model).outer(torch.zeros_like(types[0]), None),
             **extra,
         )
     expected = model.config.get_text_config().num_hidden_layers
@@ -206,6 +208,7 @@ def _take_notes(
     paged: _Notes | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Notes the call and answers zeros [1, T, H, Dv]."""
@@ -229,6 +232,7 @@ def _take_notes(
         scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
         window=sliding_window,
         soft_cap=softcap,
+        sinks=s_aux,
     )
     mask = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
     paged.calls[module] = _Call(spec, mask[0, 0])
@@ -249,8 +253,8 @@ def _matching_spec(model: Any, call: _Call, rule: SpanRule) -> AttentionSpec | N
     """The layer's spec with its real window or chunk, if its mask is the one that spec makes."""
     text_config = model.config.get_text_config()
     positions = torch.arange(_LENGTH, device=call.mask.device)
-    for window, chunk, cuts in itertools.product((None, _SMALL), (None, _SMALL), (False, True)):
-        trial = replace(call.spec, window=window, chunk=chunk, window_cuts_spans=cuts)
+    for window, chunk, cuts, both in itertools.product((None, _SMALL), (None, _SMALL), (False, True), (True, False)):
+        trial = replace(call.spec, window=window, chunk=chunk, window_cuts_spans=cuts, both_ways=both)
         if torch.equal(call.mask, visible(positions, positions, trial, rule(_PROMPT))):
             return replace(
                 trial,

@@ -9,7 +9,7 @@ there and stay as they are.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,18 +19,22 @@ from torch import nn
 from mmserve.attention.interface import AttentionMetadata, AttentionSpec, LayerCache
 from mmserve.attention.reference import ReferenceBackend
 from mmserve.kernels.decoder import DecoderWeights, NativeDecoderLayer
+from mmserve.model.memory import give_back
+from mmserve.model.replace_checks import any_overridden, plain_attributes
 from mmserve.model.text_attention import LayerBinding, PagedStep
 
-__all__ = ["replace_decoder_layers"]
+__all__ = ["replace_decoder_layers", "trial_metadata"]
 
+_COLUMNS = 64
+"""Of an MLP that are tried; a multiple of every vector width."""
 _TOLERANCE = 2e-4
 """Of a float32 layer's output, relative to its size; a rotation left out moves even near-uniform attention by more."""
 
 
 def replace_decoder_layers(
     model: Any, specs: Mapping[nn.Module, AttentionSpec], native: frozenset[nn.Module]
-) -> tuple[int, str | None]:
-    """Replace the layers that can be; how many, and why the first that can not be stays.
+) -> tuple[dict[nn.Module, NativeDecoderLayer], list[tuple[nn.Module, str]]]:
+    """Replace the layers that can be: these, in order, and each that can not be with its reason.
 
     Layers that differ in nothing but their weights are tried once: the trial shows the structure.
     """
@@ -38,10 +42,10 @@ def replace_decoder_layers(
     rotary = getattr(decoder, "rotary_emb", None)
     layers = getattr(decoder, "layers", None)
     if rotary is None or not isinstance(layers, nn.ModuleList):
-        return 0, f"{type(decoder).__name__} has no list of layers with one rotary embedding"
+        return {}, [(decoder, f"{type(decoder).__name__} has no list of layers with one rotary embedding")]
     tried: dict[object, str | None] = {}
-    reasons = []
-    count = 0
+    taken: dict[nn.Module, NativeDecoderLayer] = {}
+    left: list[tuple[nn.Module, str]] = []
     layer: Any
     for layer in layers:
         reason = _unlike_llama(layer, specs, native)
@@ -51,12 +55,13 @@ def replace_decoder_layers(
                 tried[kind] = _differs(layer, specs[layer.self_attn], rotary)
             reason = tried[kind]
         if reason is not None:
-            reasons.append(reason)
+            left.append((layer, reason))
             continue
         spec = specs[layer.self_attn]
-        layer.forward = _forward(layer, NativeDecoderLayer(_fuse(layer), spec), spec.head_size)
-        count += 1
-    return count, reasons[0] if reasons else None
+        taken[layer] = NativeDecoderLayer(_fuse(layer), spec)
+        layer.forward = _forward(layer, taken[layer], spec.head_size)
+        give_back()  # the layer's unfused weights, before the next layer's fused ones are made
+    return taken, left
 
 
 def _unlike_llama(layer: Any, specs: Mapping[nn.Module, AttentionSpec], native: frozenset[nn.Module]) -> str | None:
@@ -65,6 +70,8 @@ def _unlike_llama(layer: Any, specs: Mapping[nn.Module, AttentionSpec], native: 
     parts = {child for child, _ in layer.named_children()}
     if parts != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return f"{name} consists of {', '.join(sorted(parts))}"
+    if (reason := any_overridden(layer.modules())) is not None:
+        return reason
     attention, mlp = layer.self_attn, layer.mlp
     if attention not in native:
         return f"the attention of {name} is not served by the native backend"
@@ -102,19 +109,13 @@ def _eps(norm: nn.Module) -> float | None:
 
 def _kind(layer: Any, spec: AttentionSpec) -> object:
     """Equal for layers that differ in weights and number alone: classes and plain attributes of all parts."""
-    plain = (bool, int, float, str, type(None))
     return replace(spec, layer=0), tuple(
-        (
-            name,
-            type(part),
-            tuple(sorted((k, v) for k, v in vars(part).items() if isinstance(v, plain) and k != "layer_idx")),
-        )
-        for name, part in layer.named_modules()
+        (name, type(part), plain_attributes(part)) for name, part in layer.named_modules()
     )
 
 
-def _weights(layer: Any) -> DecoderWeights:
-    """New fused tensors of a layer's projections; the rest as it is."""
+def _weights(layer: Any, fused_qkv: torch.Tensor, gate_up: torch.Tensor) -> DecoderWeights:
+    """The fused tensors of a layer's projections and the rest of its weights as they are."""
     attention, mlp = layer.self_attn, layer.mlp
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     input_eps, middle_eps = _eps(layer.input_layernorm), _eps(layer.post_attention_layernorm)
@@ -123,30 +124,33 @@ def _weights(layer: Any) -> DecoderWeights:
     return DecoderWeights(
         input_norm=layer.input_layernorm.weight.data,
         input_eps=input_eps,
-        qkv=torch.cat([part.weight.data for part in qkv]),
+        qkv=fused_qkv,
         qkv_bias=None if qkv[0].bias is None else torch.cat([part.bias.data for part in qkv]),
         output=attention.o_proj.weight.data.contiguous(),
         output_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.data,
         middle_norm=layer.post_attention_layernorm.weight.data,
         middle_eps=middle_eps,
-        gate_up=torch.cat([mlp.gate_proj.weight.data, mlp.up_proj.weight.data]),
+        gate_up=gate_up,
         down=mlp.down_proj.weight.data.contiguous(),
     )
 
 
 def _fuse(layer: Any) -> DecoderWeights:
-    """As `_weights`, and the layer's own projections become views of the fused tensors: no weight is kept twice."""
-    weights = _weights(layer)
+    """A layer's weights with its projections fused; those of the layer become views, so no weight is kept twice."""
     attention, mlp = layer.self_attn, layer.mlp
-    for parts, fused in (
-        ((attention.q_proj, attention.k_proj, attention.v_proj), weights.qkv),
-        ((mlp.gate_proj, mlp.up_proj), weights.gate_up),
-    ):
-        start = 0
-        for part in parts:
-            part.weight.data = fused[start : start + part.out_features]
-            start += part.out_features
-    return weights
+    qkv = _join((attention.q_proj, attention.k_proj, attention.v_proj))
+    gate_up = _join((mlp.gate_proj, mlp.up_proj))
+    return _weights(layer, qkv, gate_up)
+
+
+def _join(parts: Sequence[nn.Linear]) -> torch.Tensor:
+    """The weights of `parts` in one tensor, which they are views of afterwards."""
+    fused = torch.cat([part.weight.data for part in parts])
+    start = 0
+    for part in parts:
+        part.weight.data = fused[start : start + part.out_features]
+        start += part.out_features
+    return fused
 
 
 def _forward(layer: Any, native: NativeDecoderLayer, head_size: int) -> Callable[..., torch.Tensor]:
@@ -162,9 +166,10 @@ def _forward(layer: Any, native: NativeDecoderLayer, head_size: int) -> Callable
         cos, sin = positions
         if cos.shape != (1, hidden_states.shape[1], head_size) or cos.dtype != hidden_states.dtype:
             return own(hidden_states, *args, **kwargs)
-        cache = step.layers[attention].cache
+        bound = step.layers[attention]
+        metadata = step.metadata_of(bound.group)
         return native(
-            hidden_states[0].contiguous(), cos[0].contiguous(), sin[0].contiguous(), cache, step.metadata
+            hidden_states[0].contiguous(), cos[0].contiguous(), sin[0].contiguous(), bound.cache, metadata
         ).unsqueeze(0)
 
     return forward
@@ -172,10 +177,10 @@ def _forward(layer: Any, native: NativeDecoderLayer, head_size: int) -> Callable
 
 def _differs(layer: nn.Module, spec: AttentionSpec, rotary: nn.Module) -> str | None:
     """What a float32 copy of the layer and the native layer do not agree on, or None."""
-    twin: Any = copy.deepcopy(layer).float()
+    twin = _twin(layer)
     width = twin.input_layernorm.weight.shape[0]
     random = torch.Generator().manual_seed(0)
-    metadata, slots = _trial_metadata()
+    metadata, slots = trial_metadata()
     hidden = torch.randn(1, len(slots), width, generator=random)
     cos, sin = rotary(hidden, torch.tensor([[3, 0, 1, 2, 3, 4]]))
     if cos.shape != (1, len(slots), spec.head_size):
@@ -190,7 +195,7 @@ def _differs(layer: nn.Module, spec: AttentionSpec, rotary: nn.Module) -> str | 
         return f"{type(layer).__name__} does not run by itself: {error}"
     if not isinstance(expected, torch.Tensor) or expected.shape != hidden.shape:
         return f"{type(layer).__name__} does not return hidden states alone"
-    given = NativeDecoderLayer(_weights(twin), spec)(hidden[0], cos[0], sin[0], other, metadata)
+    given = NativeDecoderLayer(_fuse(twin), spec)(hidden[0], cos[0], sin[0], other, metadata)
     for what, mine, theirs in (
         ("keys", other.key, one.key),
         ("values", other.value, one.value),
@@ -204,7 +209,27 @@ def _differs(layer: nn.Module, spec: AttentionSpec, rotary: nn.Module) -> str | 
     return None
 
 
-def _trial_metadata() -> tuple[AttentionMetadata, torch.Tensor]:
+def _twin(layer: Any) -> Any:
+    """A float32 copy of a layer with its MLP cut to a few columns: what it computes shows in those as in all.
+
+    So the trial of a layer holds its attention in float32 and not all of it: an MLP is most of a layer's weights.
+    """
+    mlp = layer.mlp
+    narrow = {id(part.weight): part.weight[:_COLUMNS] for part in (mlp.gate_proj, mlp.up_proj)}
+    narrow[id(mlp.down_proj.weight)] = mlp.down_proj.weight[:, :_COLUMNS]
+    copies: dict[int, Any] = {
+        id(parameter): nn.Parameter(
+            narrow.get(id(parameter), parameter).detach().to(torch.float32, copy=True).contiguous(), requires_grad=False
+        )
+        for parameter in layer.parameters()
+    }
+    twin = copy.deepcopy(layer, copies)
+    for part in (twin.mlp.gate_proj, twin.mlp.up_proj, twin.mlp.down_proj):
+        part.out_features, part.in_features = part.weight.shape
+    return twin.float()
+
+
+def trial_metadata() -> tuple[AttentionMetadata, torch.Tensor]:
     """A token after three cached ones, and a prompt of five, over three blocks of four."""
     slots = torch.tensor([3, 8, 9, 10, 11, 4])
     metadata = AttentionMetadata(

@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmserve.kernels.library import kernels
+from mmserve.model.replace_checks import any_overridden, overridden
 
 __all__ = ["NAME", "encoder_attention", "replace_tower"]
 
@@ -92,10 +93,14 @@ class _NativeGelu(nn.Module):
 def _replace_activation(mlp: nn.Module) -> bool:
     """Whether `mlp` is two projections with a tanh GELU between them, now the native one."""
     parts = dict(mlp.named_children())
-    activation = parts.get("activation_fn")
     if set(parts) != {"activation_fn", "fc1", "fc2"} or parts["fc1"].weight.dtype not in _DTYPES:
         return False
+    if any_overridden(mlp.modules()) is not None:
+        return False
+    activation = parts["activation_fn"]
     tanh = type(activation).__name__ in _TANH_GELUS or getattr(activation, "approximate", None) == "tanh"
+    x = torch.linspace(-6, 6, 64)
+    tanh = tanh and torch.allclose(activation(x), nn.functional.gelu(x, approximate="tanh"), atol=1e-6)
     if tanh:
         mlp.activation_fn = _NativeGelu()
     return tanh
@@ -107,6 +112,8 @@ def _split_batches(encoder: Any) -> bool:
     The activations of one tile stay in the cache between layers; those of a whole picture's tiles do not.
     """
     if not type(encoder).__name__.endswith("Encoder") or set(dict(encoder.named_children())) != {"layers"}:
+        return False
+    if overridden(encoder) is not None:
         return False
     encoder.forward = _tile_by_tile(encoder.forward)
     return True

@@ -13,12 +13,14 @@ import torch
 
 from mmserve.attention.interface import AttentionMetadata
 from mmserve.cache.tensors import allocate
-from mmserve.errors import UnsupportedModelError
+from mmserve.errors import ModelLoadError, UnsupportedModelError
 from mmserve.model.interface import Model, PackedBatch
+from mmserve.model.model_config import one_line
 from mmserve.model.stage import StageLink
+from mmserve.parallel.group import ExchangeError
 from processors.types import ProcessedPrompt
 
-__all__ = ["check_agreement", "plain_logits"]
+__all__ = ["check_agreement", "plain_logits", "trial_batches"]
 
 _LENGTH = 8
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
@@ -35,14 +37,29 @@ def plain_logits(model: Any, vocab_size: int, stage: StageLink | None = None) ->
     """The trial text's logits [T, V] from the transformers model as it is, before anything is routed.
 
     On a pipeline stage that is not the last there are none: [0, V].
+
+    Raises:
+        UnsupportedModelError: The model does not run on a text alone.
+        ModelLoadError: It runs, and gives values that are not finite.
+        ExchangeError: Another rank is lost.
     """
     device = next(model.parameters()).device
     ids = torch.tensor([_trial_ids(vocab_size)], device=device)
-    output = model(input_ids=ids, use_cache=False) if stage is None else stage.run_plain(model, ids)
+    try:
+        output = model(input_ids=ids, use_cache=False) if stage is None else stage.run_plain(model, ids)
+    except ExchangeError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"the plain model does not run on a trial text: {one_line(error)}") from error
     if output is None:
         return torch.empty(0, vocab_size, device=device)
-    logits: torch.Tensor = output.logits[0]
-    return logits.float()
+    logits: torch.Tensor = output.logits
+    if not torch.isfinite(logits).all():
+        raise ModelLoadError(
+            f"the model gives values that are not finite on a trial text, in {logits.dtype}: its weights or a number "
+            "in its config are damaged, or it needs a wider dtype"
+        )
+    return logits[0].float()
 
 
 def check_agreement(model: Model, expected: torch.Tensor, block_size: int, dtype: torch.dtype) -> None:
@@ -51,17 +68,7 @@ def check_agreement(model: Model, expected: torch.Tensor, block_size: int, dtype
     Raises:
         UnsupportedModelError: The logits are not those of the plain model.
     """
-    ids = _trial_ids(model.vocab_size)
-    spec = model.cache_spec()
-    blocks = -(-_LENGTH // block_size)
-    device = expected.device
-    model.bind_cache(allocate(spec.layers, num_blocks=blocks, block_size=block_size, dtype=spec.dtype, device=device))
-    plan = model.plan(ProcessedPrompt(token_ids=tuple(ids)))
-    half = _LENGTH // 2 if not plan.spans else _LENGTH
-    found = []
-    for start, stop in ((0, half), (half, _LENGTH)):
-        if stop > start:
-            found.append(model.forward(_batch(ids, plan.positions_at(start, stop), start, stop, plan.spans, device)))
+    found = [model.forward(batch) for batch in trial_batches(model, block_size, expected.device)]
     if not len(expected):
         return  # the last pipeline stage compares
     difference = float((torch.cat(found) - expected).norm() / expected.norm())
@@ -70,6 +77,21 @@ def check_agreement(model: Model, expected: torch.Tensor, block_size: int, dtype
             f"on a trial text the packed path differs from the plain model by {difference:.1e} (relative), "
             f"more than {_TOLERANCE[dtype]:.0e}"
         )
+
+
+def trial_batches(model: Model, block_size: int, device: torch.device) -> list[PackedBatch]:
+    """The trial text in one or two steps, over a cache of its own that the model is bound to."""
+    ids = _trial_ids(model.vocab_size)
+    spec = model.cache_spec()
+    blocks = -(-_LENGTH // block_size)
+    model.bind_cache(allocate(spec.layers, num_blocks=blocks, block_size=block_size, dtype=spec.dtype, device=device))
+    plan = model.plan(ProcessedPrompt(token_ids=tuple(ids)))
+    half = _LENGTH // 2 if not plan.spans else _LENGTH
+    return [
+        _batch(ids, plan.positions_at(start, stop), start, stop, plan.spans, device)
+        for start, stop in ((0, half), (half, _LENGTH))
+        if stop > start
+    ]
 
 
 def _batch(

@@ -69,29 +69,38 @@ class StageLink:
     def run(
         self,
         batch: PackedBatch,
-        embed: Callable[[PackedBatch], torch.Tensor],
-        text_inputs: Callable[[PackedBatch], Mapping[str, Any]],
-        call: Callable[[PackedBatch, torch.Tensor, Mapping[str, Any], torch.Tensor | None], Any],
-    ) -> Any:
-        """One step: the model's output on the last stage, None on others, whose rows have gone on then."""
+        embed: Callable[[], torch.Tensor],
+        inputs: Mapping[str, Any],
+        call: Callable[[torch.Tensor, Mapping[str, Any], torch.Tensor | None], torch.Tensor],
+    ) -> torch.Tensor | None:
+        """One step: logits on the last stage, None on others, whose rows have gone on then.
+
+        Args:
+            batch: The step's.
+            embed: Makes the embeddings [T, W]; called on the first stage.
+            inputs: Further arguments of the text model, as far as this stage has them.
+            call: The model, over embeddings, further arguments and, on a later stage, the rows [1, T, W] that came.
+        """
         if self._is_first:
-            embeds, inputs, entering = embed(batch), text_inputs(batch), None
+            embeds, entering = embed(), None
         else:
             entering = self._receive(1, batch.token_ids.shape[0], self._width)
             # Nobody reads what is passed to the layers of earlier stages.
             embeds = torch.zeros_like(entering[0])
-            inputs = self._receive_extra(batch) if batch.placements else {}
+            if batch.placements:
+                inputs = {**inputs, **self._receive_extra(batch)}
         try:
-            output = call(batch, embeds, inputs, entering)
+            logits = call(embeds, inputs, entering)
         except HandedOver as handed:
             self._send(handed.rows)
             if batch.placements:
                 self._send_extra(inputs)
             return None
-        return self._check(output)
+        self._check_last()
+        return logits
 
     def run_plain(self, model: Any, token_ids: torch.Tensor) -> Any:
-        """A forward of the model as it is over ids [1, T]; as `run`."""
+        """A forward of the model as it is over ids [1, T]: its output on the last stage, None on others."""
         try:
             if self._is_first:
                 output = model(input_ids=token_ids, use_cache=False)
@@ -101,12 +110,12 @@ class StageLink:
         except HandedOver as handed:
             self._send(handed.rows)
             return None
-        return self._check(output)
+        self._check_last()
+        return output
 
-    def _check(self, output: Any) -> Any:
+    def _check_last(self) -> None:
         if not self._is_last:
             raise UnsupportedModelError("the model's forward went past the layer where this pipeline stage ends")
-        return output
 
     # -- between stages -------------------------------------------------------------------------
 

@@ -30,11 +30,12 @@ NAME = "mmserve_paged"
 
 @dataclass(frozen=True, slots=True)
 class LayerBinding:
-    """What serves one attention layer."""
+    """What serves one attention layer; `group` is the cache group whose block tables it goes by."""
 
     spec: AttentionSpec
     cache: LayerCache
     backend: AttentionBackend
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,21 @@ class PagedStep:
 
     Attributes:
         layers: Each attention module of the text model and what serves it.
-        metadata: How this batch lies over the cache.
+        metadata: How this batch lies over the cache, for the layers of cache group 0.
         text_inputs: Further arguments of the text model, put in at its door (DeepStack rows, ...).
+        more_metadata: The same for groups 1, 2, ...; empty: all layers use `metadata`.
         entering: On a later pipeline stage, the rows [1, T, W] that the stage before sent.
     """
 
     layers: Mapping[nn.Module, LayerBinding]
     metadata: AttentionMetadata
     text_inputs: Mapping[str, Any] = field(default_factory=dict)
+    more_metadata: tuple[AttentionMetadata, ...] = ()
     entering: torch.Tensor | None = None
+
+    def metadata_of(self, group: int) -> AttentionMetadata:
+        """The metadata of a cache group's layers."""
+        return self.more_metadata[group - 1] if group and self.more_metadata else self.metadata
 
 
 def register() -> None:
@@ -80,7 +87,7 @@ def paged_attention(
         value[0].transpose(0, 1),
         bound.cache,
         bound.spec,
-        paged.metadata,
+        paged.metadata_of(bound.group),
     )
     return out.unsqueeze(0), None
 

@@ -6,6 +6,7 @@ A group is an object, not torch's global default group: a process may hold sever
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from mmserve.errors import ConfigError
 
-__all__ = ["Group", "Traffic", "make_group"]
+__all__ = ["ExchangeError", "Group", "Traffic", "make_group"]
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -33,11 +34,15 @@ class Traffic:
         self.sent_bytes += round(tensor.numel() * tensor.element_size() * share)
 
 
+class ExchangeError(RuntimeError):
+    """A rank of the group is gone or silent; what is known of it is in the message."""
+
+
 class Group:
     """One rank's end of a group.
 
     Every method is called by all ranks of the group, in the same order, with tensors of the same shape and dtype. A
-    rank that has died ends the call with a RuntimeError, at once where its connection breaks, after the timeout
+    rank that has died ends the call with an ExchangeError, at once where its connection breaks, after the timeout
     otherwise.
 
     Args:
@@ -57,7 +62,7 @@ class Group:
         if self.size > 1:
             tensor = tensor.contiguous()
             self.traffic.add(tensor, 2 * (self.size - 1) / self.size)
-            self._group.allreduce([tensor]).wait()
+            _finish(lambda: self._group.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -67,7 +72,7 @@ class Group:
             return [tensor]
         self.traffic.add(tensor, self.size - 1)
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._group.allgather([found], [tensor]).wait()
+        _finish(lambda: self._group.allgather([found], [tensor]))
         return found
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -77,18 +82,29 @@ class Group:
             options.rootRank = source
             if self.rank == source:
                 self.traffic.add(tensor, self.size - 1)
-            self._group.broadcast([tensor], options).wait()
+            _finish(lambda: self._group.broadcast([tensor], options))
         return tensor
 
     def send(self, tensor: torch.Tensor, to: int) -> Any:
         """Begin to send; the tensor must stay as it is until the returned work was waited for."""
         self.traffic.add(tensor, 1.0)
-        return self._group.send([tensor.contiguous()], to, 0)
+        try:
+            return self._group.send([tensor.contiguous()], to, 0)
+        except RuntimeError as error:
+            raise ExchangeError(f"an exchange between ranks broke: {error}") from error
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Fill the tensor with what `source` sends; returns `tensor`."""
-        self._group.recv([tensor], source, 0).wait()
+        _finish(lambda: self._group.recv([tensor], source, 0))
         return tensor
+
+
+def _finish(begin: Callable[[], Any]) -> None:
+    """Begin an exchange and wait for its end."""
+    try:
+        begin().wait()
+    except RuntimeError as error:
+        raise ExchangeError(f"an exchange between ranks broke: {error}") from error
 
 
 def make_group(store: Any, name: str, rank: int, size: int, device: torch.device, host: str, timeout: float) -> Group:

@@ -8,16 +8,16 @@ tensors of other shapes joined), the parameter is read whole, and `finish` cuts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from mmserve.parallel.shares import Share
 
-__all__ = ["Reader", "finish"]
+__all__ = ["Reader", "Stored", "finish"]
 
 _COMMUTING = ("MergeModulelist", "Concatenate")
 """Merges that cutting commutes with: lists of experts stacked, gates and ups joined."""
@@ -31,25 +31,32 @@ class _Target:
     converter: Any | None
 
 
+class Stored(Protocol):
+    """A tensor of a checkpoint, not read yet."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    def part(self, device: Any, dtype: torch.dtype, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Half-open ranges of its dimension `dim` (-1 is the last), joined, in memory of their own."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class _Sliced:
-    """A tensor of a safetensors file that reads one rank's share of itself; as much of its interface as is used."""
+    """A tensor that reads one rank's share of itself."""
 
-    def __init__(self, whole: Any, share: Share) -> None:
-        self._whole = whole
-        self._share = share
+    whole: Stored
+    share: Share
 
-    def get_shape(self) -> list[int]:
-        return list(self._share.shape(self._whole.get_shape()))
+    def __getitem__(self, index: object) -> _Sliced:
+        """Itself: `tensor[...]` is how the loader asks for all of it, and nothing is read yet."""
+        return self
 
-    def get_dtype(self) -> str:
-        return str(self._whole.get_dtype())
-
-    def __getitem__(self, key: object) -> torch.Tensor:
-        if key is not Ellipsis:
-            raise TypeError("a slice of a tensor is read whole")
-        indices = self._share.indices(len(self._whole.get_shape()))
-        parts = [self._whole[index] for index in indices]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self._share.dim)
+    def to(self, device: Any, dtype: torch.dtype) -> torch.Tensor:
+        return self.whole.part(device, dtype, self.share.dim, self.share.ranges)
 
 
 class Reader:
@@ -72,29 +79,30 @@ class Reader:
         self._state = model.state_dict()
 
     def narrow(
-        self, tensors: MutableMapping[str, Any], model: Any, shares: Mapping[str, Share], absent: Callable[[str], bool]
-    ) -> dict[str, Share]:
-        """Make `tensors` read this rank's part, and drop those that it has nothing of.
+        self, tensors: Mapping[str, Stored], model: Any, shares: Mapping[str, Share], absent: Callable[[str], bool]
+    ) -> tuple[dict[str, Any], dict[str, Share]]:
+        """What reads this rank's part, without what it has nothing of.
 
         Args:
-            tensors: Checkpoint name -> slice; changed in place.
+            tensors: Checkpoint name -> tensor.
             model: The rank's own, cut; parameters that must be read whole are made whole again.
             shares: Of each parameter that was cut.
             absent: Whether a parameter of the whole model is not on this rank.
 
         Returns:
-            The shares of parameters that are still whole, for `finish`.
+            Checkpoint name -> what the loader is given, and the shares of parameters that are still whole, for
+            `finish`.
         """
         sliced: set[str] = set()
-        for name, tensor in list(tensors.items()):
+        own: dict[str, Any] = {}
+        for name, tensor in tensors.items():
             target = self._target(name)
             if absent(target.name):
-                del tensors[name]
                 continue
             share = shares.get(target.name)
-            own = None if share is None else self._own(tensor, target, share)
-            if own is not None:
-                tensors[name] = _Sliced(tensor, own)
+            read = None if share is None else self._own(tensor.size, target, share)
+            own[name] = tensor if read is None else _Sliced(tensor, read)
+            if read is not None:
                 sliced.add(target.name)
         tied = (getattr(model, "all_tied_weights_keys", None) or {}).keys()
         late = {name: share for name, share in shares.items() if name not in sliced and name not in tied}
@@ -103,7 +111,7 @@ class Reader:
             part = getattr(owner, child)
             whole = torch.empty(self._whole[name], dtype=part.dtype, device=part.device)
             setattr(owner, child, nn.Parameter(whole, requires_grad=False))
-        return late
+        return own, late
 
     def _target(self, name: str) -> _Target:
         from transformers.core_model_loading import rename_source_key
@@ -113,9 +121,9 @@ class Reader:
             renamed, pattern = rename_source_key(name, [], [], self._prefix, self._state)
         return _Target(renamed, None if pattern is None else self._by_pattern[pattern])
 
-    def _own(self, tensor: Any, target: _Target, share: Share) -> Share | None:
+    def _own(self, shape: tuple[int, ...], target: _Target, share: Share) -> Share | None:
         """What to read of a tensor that ends in a cut parameter; None if it must be read whole."""
-        size = tensor.get_shape()[share.dim] if len(tensor.get_shape()) >= -share.dim else None
+        size = shape[share.dim] if len(shape) >= -share.dim else None
         if target.converter is None:
             return share if size == share.size else None
         if any(type(step).__name__ not in _COMMUTING for step in target.converter.operations):

@@ -14,6 +14,7 @@ where they should.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,8 +68,14 @@ class _Absent(nn.Module):
             if isinstance(value, (bool, int, str)) and not attribute.startswith("_") and attribute != "training":
                 setattr(self, attribute, value)
         weight = getattr(module, "weight", None)
-        if isinstance(weight, torch.Tensor):
-            self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        self._like = (tuple(weight.shape), weight.dtype) if isinstance(weight, torch.Tensor) else None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Made when it is asked for: of what is kept, nothing may be without values."""
+        if self._like is None:
+            raise AttributeError("weight")
+        return torch.empty(self._like[0], dtype=self._like[1], device="meta")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise EngineError(f"{self._name} was called on a pipeline stage that does not have it")
@@ -123,9 +130,10 @@ def keep_stage(model: Any, place: Place) -> Leftovers:
     """Leave in `model`, on the meta device, what the stage of `place` has; in place.
 
     Raises:
-        UnsupportedModelError: The model has no pipeline plan, not exactly one list of layers in it, or fewer layers
-            than there are stages.
+        UnsupportedModelError: The model has no pipeline plan, not exactly one list of layers in it, fewer layers
+            than there are stages, or layers that take more than one stage can send the next.
     """
+    _check_inputs(model)
     planned = pipeline_plan(model)
     modules = dict(model.named_modules())
     lists = [name for name in planned if isinstance(modules.get(name), nn.ModuleList)]
@@ -157,6 +165,21 @@ def keep_stage(model: Any, place: Place) -> Leftovers:
     _replace(model, modules, absent, lists[0], dealt)
     _forget_ties(model)
     return Leftovers(dealt, tuple(absent))
+
+
+def _check_inputs(model: Any) -> None:
+    """Raise UnsupportedModelError for a text model whose later layers read what no stage sends on."""
+    decoder = model.get_decoder()
+    taken = inspect.signature(decoder.forward).parameters
+    reason = None
+    if getattr(decoder, "hidden_size_per_layer_input", 0) and "per_layer_inputs" in taken:
+        reason = "its layers take embeddings of their own, and read the caches of earlier ones"
+    elif "deepstack_features" in taken:
+        reason = "image rows come in before layers of given numbers"
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} can not be dealt to pipeline stages, for {reason}: take tensor_parallel instead"
+        )
 
 
 def _skip(model: Any, first: Sequence[str], last: Sequence[str], place: Place) -> list[str]:

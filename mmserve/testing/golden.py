@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from mmserve.errors import FixtureError, InvalidRequestError
-from mmserve.schema import Schema
+from mmserve.schema import Int, Schema
 from mmserve.types import (
     FinishReason,
     GenerationOutput,
@@ -49,18 +49,18 @@ _LOOSE_TOLERANCE = 0.1
 class GoldenRange(Schema):
     """A placeholder range: `embeds` of its `length` tokens take a feature row."""
 
-    offset: int
-    length: int
-    embeds: int
+    offset: Int
+    length: Int
+    embeds: Int
 
 
 class GoldenRecord(Schema):
     """What a model answered, and with what it was recorded."""
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[Int, ...]
     text: str
     finish_reason: FinishReason
-    prompt_tokens: int
+    prompt_tokens: Int
     placeholder_ranges: tuple[GoldenRange, ...]
     logprobs: tuple[TokenLogprobs, ...]
     dtype: str

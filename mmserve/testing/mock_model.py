@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import torch
 
-from mmserve.attention.interface import LayerCache
+from mmserve.attention.interface import AttentionMetadata, LayerCache
 from mmserve.errors import RequestError
 from mmserve.model.interface import CacheSpec, ImageRows, LayerCacheSpec, PackedBatch, PromptPlan
 from processors.types import ImageItem, PlaceholderRange, ProcessedPrompt
@@ -72,6 +72,7 @@ class MockModel:
         nan_after: Ids whose keys, values and logits are NaN.
         dies_on: Ids that make the whole forward raise.
         forward_seconds: Time to sleep in each forward.
+        windows: Keys that a token sees in layers 0 and 1, itself included; None: all of them.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class MockModel:
         nan_after: Collection[int] = (),
         dies_on: Collection[int] = (),
         forward_seconds: float = 0.0,
+        windows: tuple[int | None, int | None] = (None, None),
     ) -> None:
         self.needs_sequences = False
         self.vocab_size = vocab_size
@@ -103,11 +105,13 @@ class MockModel:
         self._nan_after = frozenset(nan_after)
         self._dies_on = frozenset(dies_on)
         self._forward_seconds = forward_seconds
+        self._windows = windows
         self._caches: Sequence[LayerCache] = ()
 
     def cache_spec(self) -> CacheSpec:
         """Layers of one number a token, float64."""
-        return CacheSpec((LayerCacheSpec(1, 1, 1),) * (3 if self._script else 2), torch.float64)
+        windows = (*self._windows, self._windows[1])[: 3 if self._script else 2]
+        return CacheSpec(tuple(LayerCacheSpec(1, 1, 1, window) for window in windows), torch.float64)
 
     def bind_cache(self, caches: Sequence[LayerCache]) -> None:
         """Take the cache."""
@@ -146,16 +150,16 @@ class MockModel:
         features = _features(batch)
         for token_id in self._nan_after:
             features[batch.token_ids == token_id] = torch.nan
-        _write(self._caches[0], meta.slot_mapping, features)
+        _write(self._caches[0], self._meta(0, batch).slot_mapping, features)
         seen = torch.empty_like(features)
         starts = meta.cu_seqlens_q.tolist()
         for s, (begin, end) in enumerate(pairwise(starts)):
-            sums = self._running_sums(0, batch, s)
-            last = torch.arange(meta.key_lens[s] - (end - begin), meta.key_lens[s])
+            own = torch.arange(meta.key_lens[s] - (end - begin), meta.key_lens[s])
+            last = own.clone()
             for first, stop in meta.spans[s]:
-                last[(last >= first) & (last < stop)] = stop - 1
-            seen[begin:end] = (sums[last] * 31 + features[begin:end] * 17 + 3) % PRIME
-        _write(self._caches[1], meta.slot_mapping, seen)
+                last[(own >= first) & (own < stop)] = stop - 1
+            seen[begin:end] = (self._sums(0, batch, s, own, last) * 31 + features[begin:end] * 17 + 3) % PRIME
+        _write(self._caches[1], self._meta(1, batch).slot_mapping, seen)
         if self._script:
             self._follow_script(batch)
         wanted = batch.logit_indices.tolist()
@@ -174,30 +178,39 @@ class MockModel:
         """Says that it is a mock."""
         return {"model": "MockModel", "vocab_size": self.vocab_size}
 
-    def _running_sums(self, layer: int, batch: PackedBatch, s: int) -> torch.Tensor:
-        """Weighted sums [L] modulo PRIME of what the cache holds for tokens 0..i of sequence `s`."""
+    def _meta(self, layer: int, batch: PackedBatch) -> AttentionMetadata:
+        return batch.attention_of(self.cache_spec().layout().places[layer][0])
+
+    def _sums(self, layer: int, batch: PackedBatch, s: int, queries: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Weighted sums modulo PRIME of what the cache holds of sequence `s`: for each of the tokens `queries`, of the
+        keys from where its window begins to `last`."""
         keys = self._held(layer, batch, s)
         weights = torch.arange(1, len(keys) + 1, dtype=torch.float64)
-        return ((keys * weights) % PRIME + self._held(layer, batch, s, values=True)).cumsum(0) % PRIME
+        terms = (keys * weights) % PRIME + self._held(layer, batch, s, values=True)
+        before = torch.cat([terms.new_zeros(1), terms.cumsum(0)])
+        window = self._windows[layer]
+        first = torch.zeros_like(queries) if window is None else (queries - window + 1).clamp(min=0)
+        return (before[last + 1] - before[first]) % PRIME
 
     def _held(self, layer: int, batch: PackedBatch, s: int, *, values: bool = False) -> torch.Tensor:
         """What the cache holds for sequence `s`, one number a token [L]."""
         cache, length = self._caches[layer], batch.attention.key_lens[s]
-        blocks = batch.attention.block_tables[s, : -(-length // cache.block_size)].long()
+        blocks = self._meta(layer, batch).block_tables[s, : -(-length // cache.block_size)].long()
         held = (cache.value if values else cache.key)[blocks].flatten()
         # As attention does, read the rest of the last block and give it no weight: NaN left there would still show.
         return held[:length] + held[length:].sum() * 0.0
 
     def _logits(self, batch: PackedBatch, s: int, keys: Sequence[int]) -> list[torch.Tensor]:
         """Logits [V] after each of the tokens `keys` of sequence `s`."""
-        states = self._running_sums(1, batch, s)
+        wanted = torch.tensor(keys)
+        states = self._sums(1, batch, s, wanted, wanted)
         done = self._held(2, batch, s) if self._script else None
         ids = torch.arange(self.vocab_size, dtype=torch.float64)
         rows = []
-        for key in keys:
-            logits = ((ids * 48271 + states[key]) * 16807 % PRIME / PRIME * 8).float()
+        for key, state in zip(keys, states, strict=True):
+            logits = ((ids * 48271 + state) * 16807 % PRIME / PRIME * 8).float()
             logits[self._eos_token_id] = -20.0
-            logits += states[key] * 0.0
+            logits += state * 0.0
             if done is not None and done[key] < len(self._script):
                 logits[self._script[int(done[key])]] = 30.0
             rows.append(logits)
@@ -205,7 +218,7 @@ class MockModel:
 
     def _follow_script(self, batch: PackedBatch) -> None:
         """Layer 2: the number of script ids that end at each token; once it is complete it stays so."""
-        starts = batch.attention.cu_seqlens_q.tolist()
+        starts, slots = batch.attention.cu_seqlens_q.tolist(), self._meta(2, batch).slot_mapping
         for s, (begin, end) in enumerate(pairwise(starts)):
             before = self._held(2, batch, s)[: batch.attention.key_lens[s] - (end - begin)]
             done = int(before[-1]) if len(before) else 0
@@ -213,7 +226,7 @@ class MockModel:
                 if done < len(self._script):
                     token_id = int(batch.token_ids[index])
                     done = done + 1 if token_id == self._script[done] else int(token_id == self._script[0])
-                self._caches[2].key.view(-1)[batch.attention.slot_mapping[index]] = done
+                self._caches[2].key.view(-1)[slots[index]] = done
 
 
 def _features(batch: PackedBatch) -> torch.Tensor:

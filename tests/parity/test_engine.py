@@ -8,7 +8,6 @@ import pytest
 
 from fixtures.tiny_models.conformance import TOLERANCE, Case
 from fixtures.tiny_models.families import FAMILIES
-from fixtures.tiny_models.oracle import Reference
 from mmserve.config import EngineConfig
 from mmserve.engine.core import Engine
 from mmserve.testing import ByteTokenizer
@@ -33,8 +32,7 @@ class Numbers(ByteTokenizer):
 def test_cold_and_hot_together_as_each_alone(name: str, tmp_path: Path) -> None:
     """Every prompt three times: together, together again with a hot cache, in chunks that cut causal images."""
     case = Case(FAMILIES[name], tmp_path)
-    reference = Reference(FAMILIES[name], case._folder)
-    expected = [reference.generate(prompt, NEW_TOKENS) for prompt in case.prompts]
+    expected = case.expected(NEW_TOKENS)
     longest = max(len(prompt.token_ids) for prompt in case.prompts) + NEW_TOKENS
     config = EngineConfig(
         block_size=BLOCK_SIZE,

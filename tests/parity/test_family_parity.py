@@ -14,7 +14,7 @@ from mmserve.model.proven import PROVEN
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_family(name: str, tmp_path: Path) -> None:
     case = Case(FAMILIES[name], tmp_path)
-    case.compare(new_tokens=4, chunk=3, stagger=1)
+    case.compare(new_tokens=4, chunk=3, stagger=1, warm=True)
     if case.family.image is not None:
         assert (case.model.describe()["path"] == "paged") == (name in PROVEN)
 

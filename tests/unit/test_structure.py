@@ -27,11 +27,13 @@ LEVELS = {
     "mmserve.engine": 4,
     "mmserve.requests": 5,
     "mmserve.assembly": 5,
+    "mmserve.batching": 5,
     "mmserve.pipeline": 5,
     "mmserve.testing": 6,
     "mmserve.bench": 6,
     "mmserve.demo": 6,
     "mmserve.inspect": 6,
+    "mmserve.conformance": 6,
     "mmserve.cli": 7,
     "mmserve.__main__": 7,
 }

@@ -28,7 +28,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       Unlocked());
 
-  py::class_<DecoderLayer>(m, "DecoderLayer")
+  py::class_<DecoderLayer, std::shared_ptr<DecoderLayer>>(m, "DecoderLayer")
       .def(py::init([](at::Tensor input_norm, at::Tensor qkv, MaybeTensor qkv_bias, at::Tensor output,
                        MaybeTensor output_bias, at::Tensor middle_norm, at::Tensor gate_up, at::Tensor down,
                        int64_t heads, int64_t kv_heads, int64_t head_size, double scale, double soft_cap,
@@ -45,4 +45,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                  {cu_seqlens_q, key_lens, block_tables, lo, hi});
           },
           Unlocked());
+
+  // Layers one after the other; each has its own cache and intervals.
+  m.def(
+      "decoder_layers",
+      [](const std::vector<std::shared_ptr<DecoderLayer>>& layers, at::Tensor hidden, const at::Tensor& cos,
+         const at::Tensor& sin, const std::vector<at::Tensor>& keys, const std::vector<at::Tensor>& values,
+         const at::Tensor& slots, at::Tensor cu_seqlens_q, at::Tensor key_lens, at::Tensor block_tables,
+         const std::vector<at::Tensor>& lo, const std::vector<at::Tensor>& hi) {
+        for (size_t size : {keys.size(), values.size(), lo.size(), hi.size()})
+          TORCH_CHECK(size == layers.size(), "there are ", layers.size(), " layers, but ", size, " of what goes with them");
+        for (size_t i = 0; i < layers.size(); ++i)
+          hidden = layers[i]->forward(hidden, cos, sin, keys[i], values[i], slots,
+                                      {cu_seqlens_q, key_lens, block_tables, lo[i], hi[i]});
+        return hidden;
+      },
+      Unlocked());
 }

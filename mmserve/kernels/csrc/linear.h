@@ -10,17 +10,24 @@
 template <typename T>
 constexpr int kUnit = 4 / sizeof(T);  // elements in a unit
 
+// Which of the groups of input rows this is: each fetches its share of the next weight rows, so that the memory is
+// busy all the time and not only while the first group passes.
+struct Turn {
+  int group, groups;
+};
+
 template <typename T, int R, int M>
-static inline void linear_tile(const LinearArgs& args, int64_t n0, int64_t row0) {
+static inline void linear_tile(const LinearArgs& args, int64_t n0, int64_t row0, Turn turn) {
   static_assert(R * M == W);
   const int64_t units = args.k / kUnit<T>;
   const char* weight = static_cast<const char*>(args.weight) + n0 * args.k * static_cast<int64_t>(sizeof(T));
   const char* x = static_cast<const char*>(args.x) + row0 * args.x_stride * static_cast<int64_t>(sizeof(T));
   const int64_t weight_row = args.k * static_cast<int64_t>(sizeof(T));
   const int64_t x_row = args.x_stride * static_cast<int64_t>(sizeof(T));
-  // W weight rows on, one line for each line read: the hardware's own prefetcher stops at pages. Further groups
-  // of input rows find the weight in the cache.
-  const int64_t ahead = row0 == 0 ? W * weight_row : 0;
+  // W weight rows on, one line for each line read: the hardware's own prefetcher stops at pages.
+  int64_t ahead[R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) ahead[r] = r * turn.groups / R == turn.group ? W * weight_row : 0;
 
   F acc[W];
 #pragma GCC unroll 16
@@ -34,7 +41,7 @@ static inline void linear_tile(const LinearArgs& args, int64_t n0, int64_t row0)
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const char* at = weight + r * weight_row + 4 * u;
-      __builtin_prefetch(at + ahead);
+      __builtin_prefetch(at + ahead[r]);
       const U w = u_load(at);
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) acc[m * R + r] = madd<T>(acc[m * R + r], w, row[m]);
@@ -87,10 +94,10 @@ static void linear_one(const LinearArgs& args, int64_t n0, int64_t row) {
 
 // M rows at a time over weight rows n_begin .. n_end.
 template <typename T, int M>
-static void linear_rows(const LinearArgs& args, int64_t n_begin, int64_t n_end, int64_t row0) {
+static void linear_rows(const LinearArgs& args, int64_t n_begin, int64_t n_end, int64_t row0, Turn turn) {
   constexpr int R = W / M;
   int64_t n = n_begin;
-  for (; n + R <= n_end; n += R) linear_tile<T, R, M>(args, n, row0);
+  for (; n + R <= n_end; n += R) linear_tile<T, R, M>(args, n, row0, turn);
   for (; n < n_end; ++n)
     for (int m = 0; m < M; ++m) linear_one<T>(args, n, row0 + m);
 }
@@ -99,14 +106,17 @@ template <typename T>
 static void linear(const LinearArgs& args, int64_t n_begin, int64_t n_end) {
   // Bands of weight rows small enough that the second group of input rows finds them in the first-level cache.
   const int64_t band = args.rows <= 4 ? n_end - n_begin : W;
+  const int groups = static_cast<int>(args.rows / 4 + args.rows % 4 / 2 + args.rows % 2);
   for (int64_t n = n_begin; n < n_end; n += band) {
     const int64_t stop = n + band < n_end ? n + band : n_end;
     int64_t row = 0;
-    for (; row + 4 <= args.rows; row += 4) linear_rows<T, 4>(args, n, stop, row);
+    Turn turn = {0, groups};
+    for (; row + 4 <= args.rows; row += 4, ++turn.group) linear_rows<T, 4>(args, n, stop, row, turn);
     if (row + 2 <= args.rows) {
-      linear_rows<T, 2>(args, n, stop, row);
+      linear_rows<T, 2>(args, n, stop, row, turn);
       row += 2;
+      ++turn.group;
     }
-    if (row < args.rows) linear_rows<T, 1>(args, n, stop, row);
+    if (row < args.rows) linear_rows<T, 1>(args, n, stop, row, turn);
   }
 }

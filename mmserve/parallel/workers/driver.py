@@ -20,7 +20,8 @@ import torch
 from mmserve.engine.batch import NewRequest, ScheduledBatch, StepOutput
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import SchedulerLimits
-from mmserve.errors import ConfigError, RequestError, WorkerError
+from mmserve.errors import ConfigError, RequestError, UnsupportedModelError, WorkerError
+from mmserve.model.interface import CacheSpec
 from mmserve.parallel.layout import Layout
 from mmserve.parallel.rank import RankShape
 from mmserve.parallel.workers.crew import Crew, Member, start_local
@@ -56,17 +57,23 @@ class Team:
         """Whether tokens are chosen in this process."""
         return self.rank.place.samples
 
-    def most_bytes_per_token(self, own: int) -> int:
-        """Wait until every worker has loaded its part; the largest cache that a token takes on a rank.
+    def largest_cache(self, own: CacheSpec) -> CacheSpec:
+        """Wait until every worker has loaded its part; the cache of the rank where a block takes most bytes.
 
         Raises:
+            UnsupportedModelError: Ranks would keep their layers in different groups of blocks.
             MMServeError: One could not load its part: its error.
         """
-        most = own
+        most, windows = own, own.layout().windows
         for member, ready in self._crew.hear_all(self._timeout):
             if not isinstance(ready, Ready):
                 raise WorkerError(f"{member} sent a {type(ready).__name__} instead of being ready")
-            most = max(most, ready.bytes_per_token)
+            if ready.cache.layout().windows != windows:
+                raise UnsupportedModelError(
+                    f"the layers' caches are grouped by windows {windows} here and {ready.cache.layout().windows} by "
+                    f"{member}, whose heads are others: give another tensor_parallel"
+                )
+            most = max(most, ready.cache, key=CacheSpec.slot_bytes)
             self._ranks.append(ready.about)
         return most
 
@@ -75,9 +82,9 @@ class Team:
         kept = ("parallel", "device", "parameters", "path", "replacements")
         return [{name: about[name] for name in kept if name in about} for about in self._ranks]
 
-    def run_with(self, runner: ModelRunner, limits: SchedulerLimits) -> ParallelRunner:
+    def run_with(self, runner: ModelRunner, limits: SchedulerLimits, unsampled: Sequence[int]) -> ParallelRunner:
         """Start the workers' runners; what runs a step on all ranks."""
-        self._crew.tell(range(1, self.layout.size), Start(limits))
+        self._crew.tell(range(1, self.layout.size), Start(limits, tuple(unsampled)))
         return ParallelRunner(runner, self._crew, self.layout, self._timeout)
 
     def explain(self, error: BaseException) -> BaseException:
@@ -200,7 +207,10 @@ def start_team(
     device: torch.device,
     attention_backend: str,
     block_size: int,
+    replace: bool = True,
     trust_remote_code: bool,
+    allow_pickled_weights: bool = False,
+    ignore_weights: Sequence[str] = (),
     plan: Mapping[str, str] | None,
     timeout: float,
     members: Sequence[Member] | None = None,
@@ -208,7 +218,8 @@ def start_team(
     """Start a worker for each further rank on this machine, and connect to all of them.
 
     Args:
-        folder, dtype, device, attention_backend, block_size, trust_remote_code: As for `load_model`.
+        folder, dtype, device, attention_backend, block_size: As for `load_model`.
+        replace, trust_remote_code, allow_pickled_weights, ignore_weights: As for `load_model`.
         layout: Of the ranks.
         plan: The caller's tensor-parallel plan.
         timeout: Seconds of silence after which a rank counts as lost.
@@ -225,7 +236,9 @@ def start_team(
         share = max(1, torch.get_num_threads() // layout.size)
         common: dict[str, Any] = {
             "layout": layout, "host": _HOST, "port": store.port, "name": "engine", "folder": folder, "dtype": dtype,
-            "attention_backend": attention_backend, "block_size": block_size, "trust_remote_code": trust_remote_code,
+            "attention_backend": attention_backend, "block_size": block_size, "replace": replace,
+            "trust_remote_code": trust_remote_code, "allow_pickled_weights": allow_pickled_weights,
+            "ignore_weights": tuple(ignore_weights),
             "plan": plan, "timeout": timeout, "threads": share,
         }  # fmt: skip
         crew.greet((Setup(rank=rank, device=devices[rank], **common) for rank in range(1, layout.size)), timeout)

@@ -27,6 +27,7 @@ import torch
 from mmserve.engine.batch import ScheduledBatch, StepOutput
 from mmserve.engine.scheduler import SchedulerLimits
 from mmserve.errors import RequestError
+from mmserve.model.interface import CacheSpec
 from mmserve.parallel.layout import Layout
 
 __all__ = [
@@ -54,7 +55,8 @@ class Setup:
     Attributes:
         layout: Of all ranks. rank: The worker's own.
         host, port: Of the store where ranks meet. name: Of this engine in it.
-        folder, dtype, device, attention_backend, block_size, trust_remote_code: As for `load_model`.
+        folder, dtype, device, attention_backend, block_size: As for `load_model`.
+        replace, trust_remote_code, allow_pickled_weights, ignore_weights: As for `load_model`.
         plan: The caller's tensor-parallel plan.
         timeout: Seconds of silence after which a rank counts as lost.
         threads: Of torch on the CPU.
@@ -70,7 +72,10 @@ class Setup:
     device: str
     attention_backend: str
     block_size: int
+    replace: bool
     trust_remote_code: bool
+    allow_pickled_weights: bool
+    ignore_weights: tuple[str, ...]
     plan: Mapping[str, str] | None
     timeout: float
     threads: int
@@ -86,17 +91,18 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker's part is loaded. bytes_per_token: Of its cache. about: What it says of its part."""
+    """The worker's part is loaded. cache: What it must be given. about: What it says of its part."""
 
-    bytes_per_token: int
+    cache: CacheSpec
     about: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The engine's limits, one for all ranks."""
+    """The engine's limits, one for all ranks. unsampled: Ids that are never sampled."""
 
     limits: SchedulerLimits
+    unsampled: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,10 +73,13 @@ def _work(connection: Connection, setup: Setup) -> bool:
         device=device,
         attention_backend=setup.attention_backend,
         block_size=setup.block_size,
+        replace=setup.replace,
         trust_remote_code=setup.trust_remote_code,
+        allow_pickled_weights=setup.allow_pickled_weights,
+        ignore_weights=setup.ignore_weights,
         rank=RankShape(place, groups.tensor, groups.pipeline, setup.plan),
     )
-    send(connection, Ready(model.cache_spec().bytes_per_token(), dict(model.describe())))
+    send(connection, Ready(model.cache_spec(), dict(model.describe())))
     start = receive(connection)
     if not isinstance(start, Start):
         return isinstance(start, Leave)
@@ -84,9 +87,11 @@ def _work(connection: Connection, setup: Setup) -> bool:
     runner = ModelRunner(
         model,
         num_blocks=limits.num_blocks,
+        groups=limits.groups,
         block_size=limits.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
+        unsampled=start.unsampled,
         device=device,
         samples=place.samples,
         encodes=place.is_first,

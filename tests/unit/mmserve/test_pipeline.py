@@ -15,9 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mmserve import GenerationOutput, GenerationRequest, MMPipeline, SamplingParams
+from mmserve import GenerationOutput, GenerationRequest, MMPipeline, SamplingParams, pipeline
 from mmserve.demo.pictures import Shape, draw_shapes
-from mmserve.errors import DeadlineExceeded, PipelineClosedError, RequestAborted
+from mmserve.errors import DeadlineExceeded, InvalidRequestError, PipelineClosedError, RequestAborted
 
 STAR = draw_shapes((Shape("star", "yellow", "top left"),))
 CIRCLE = draw_shapes((Shape("circle", "red", "right"),))
@@ -127,6 +127,37 @@ def test_letting_go_of_a_stream_aborts_it_even_before_its_first_delta(pipe: MMPi
     assert pipe.stats()["running"] == 0
 
 
+def test_a_request_is_aborted_by_its_id_wherever_it_is(pipe: MMPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pipe.abort("nobody") is False
+    sampling = SamplingParams(max_tokens=300, ignore_eos=True)
+    request = GenerationRequest(prompt="Hello?", sampling=sampling, request_id="mine")
+    stream = pipe.stream(request)
+    assert stream.request_id == "mine"
+    with pytest.raises(InvalidRequestError, match="'mine' is still running"):
+        pipe.generate(request)
+    assert pipe.abort("mine") is True
+    with pytest.raises(RequestAborted):
+        list(stream)
+    # And while a worker still prepares it:
+    begun, go_on = threading.Event(), threading.Event()
+    original = pipeline.process_request
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return original(*args)
+
+    monkeypatch.setattr(pipeline, "process_request", slow)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(pipe.generate, request)
+        assert begun.wait(60)
+        assert pipe.abort("mine") is True
+        go_on.set()
+        with pytest.raises(RequestAborted):
+            waiting.result(60)
+    assert not pipe._preparing
+
+
 def test_a_timeout_counts_from_the_call(pipe: MMPipeline) -> None:
     with pytest.raises(DeadlineExceeded):
         pipe.generate(STAR, QUESTION, timeout=1e-4)
@@ -167,6 +198,39 @@ def test_sampling_with_a_seed_is_the_same_in_any_company(pipe: MMPipeline) -> No
     assert isinstance(alone, GenerationOutput)
     assert isinstance(crowd, GenerationOutput)
     assert alone.token_ids == crowd.token_ids
+
+
+def test_your_own_logits_processors_reach_every_way_of_asking(pipe: MMPipeline) -> None:
+    calls = []
+
+    def only(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(ids.shape)
+        masked = torch.full_like(scores, float("-inf"))
+        masked[0, 40 + ids.shape[1] % 2] = 0.0
+        return masked
+
+    options: dict[str, Any] = {"max_tokens": 2, "logits_processors": [only]}
+    request = GenerationRequest(prompt="Hello?", sampling=SamplingParams(max_tokens=2), logits_processors=[only])
+
+    async def both() -> list[GenerationOutput]:
+        deltas = [delta async for delta in pipe.astream(None, "Hello?", **options)]
+        assert deltas[-1].output is not None
+        return [await pipe.agenerate(None, "Hello?", **options), deltas[-1].output]
+
+    outputs = [
+        pipe.generate(None, "Hello?", **options),
+        pipe.generate(request),
+        *[delta.output for delta in pipe.stream(None, "Hello?", **options) if delta.output],
+        pipe.chat([{"role": "user", "content": "Hello?"}], **options),
+        *pipe.generate_batch(
+            [request, {"prompt": "Hello?", "sampling": {"max_tokens": 2}, "logits_processors": [only]}]
+        ),
+        *asyncio.run(both()),
+    ]
+    assert len(calls) == 2 * len(outputs) == 16
+    assert {frozenset(output.token_ids) for output in outputs} == {frozenset((40, 41))}
+    with pytest.raises(InvalidRequestError, match="give nothing beside it"):
+        pipe.generate(request, logits_processors=[only])
 
 
 def test_a_batch_larger_than_the_window_keeps_its_order() -> None:

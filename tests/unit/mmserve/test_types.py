@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,6 +52,57 @@ from mmserve.types import GenerationRequest, ImageInput, ImagePart, Message, Sam
 def test_sampling_params_refuse_values_out_of_range(field: str, value: object) -> None:
     with pytest.raises(InvalidRequestError, match=f"SamplingParams: {field}"):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": True},
+        {"max_tokens": "5"},
+        {"max_tokens": 5.0},
+        {"temperature": "0.5"},
+        {"temperature": False},
+        {"ignore_eos": 1},
+        {"ignore_eos": "no"},
+        {"seed": True},
+        {"stop_token_ids": [True]},
+        {"allowed_token_ids": ["7"]},
+        {"logit_bias": {True: 1.0}},
+        {"logit_bias": {5: True}},
+        {"logit_bias": {5: "1"}},
+        {"stop": [5]},
+    ],
+)
+def test_nothing_is_taken_for_a_number_that_is_none(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(fields))):
+        SamplingParams(**fields)
+
+
+def test_options_and_requests_are_as_strict() -> None:
+    for fields in ({"num_blocks": True}, {"url_timeout": "3"}, {"enable_prefix_caching": "yes"}):
+        with pytest.raises(ConfigError):
+            EngineConfig(**fields)
+    for fields in ({"priority": True}, {"timeout": "1"}, {"raw": 1}):
+        with pytest.raises(InvalidRequestError):
+            GenerationRequest(prompt="x", **fields)
+
+
+def test_numbers_and_lists_as_people_write_them_are_taken() -> None:
+    params = SamplingParams(temperature=0, top_p=1, logit_bias={"5": 1}, stop=["a"], stop_token_ids=[3])
+    assert (params.temperature, params.logit_bias, params.stop_token_ids) == (0.0, {5: 1.0}, (3,))
+    for again in (json.loads(params.model_dump_json()), params.model_dump()):
+        assert SamplingParams.model_validate(again) == params
+    assert SamplingParams.model_validate_json(params.model_dump_json()) == params
+
+
+def test_a_request_with_code_in_it_is_never_json() -> None:
+    request = GenerationRequest(prompt="x", logits_processors=[lambda ids, scores: scores])
+    assert "logits_processors" not in repr(request)
+    with pytest.raises(ValueError, match="can not be written as JSON"):
+        request.model_dump_json()
+    for bad in ("abc", [5], print):
+        with pytest.raises(InvalidRequestError, match="list of callables"):
+            GenerationRequest(prompt="x", logits_processors=bad)
 
 
 def test_unknown_fields_are_refused_with_the_known_ones() -> None:

@@ -83,7 +83,7 @@ def blocks(*rows: tuple[int, ...]) -> list[BlockContent]:
 def insert_all(index: PrefixIndex, chain: list[BlockContent], first: int = 0) -> None:
     entry = index.root
     for number, content in enumerate(chain):
-        inserted = index.insert(entry, content, first + number)
+        inserted = index.insert(entry, content, (first + number,))
         assert inserted is not None
         entry = inserted
 
@@ -94,7 +94,7 @@ def walk(index: PrefixIndex, chain: list[BlockContent]) -> list[int]:
         hit = index.find(entry, content)
         if hit is None:
             break
-        found.append(hit.block)
+        found.append(hit.blocks[0])
         entry = hit
     return found
 
@@ -109,9 +109,9 @@ def test_the_longest_known_beginning_is_found() -> None:
 def test_the_first_block_of_equal_content_stays() -> None:
     index = PrefixIndex("model")
     insert_all(index, blocks((1, 2)))
-    again = index.insert(index.root, BlockContent((1, 2)), 7)
+    again = index.insert(index.root, BlockContent((1, 2)), (7,))
     assert again is not None
-    assert again.block == 0
+    assert again.blocks == [0]
     assert 7 not in index
 
 
@@ -126,10 +126,10 @@ def test_forgetting_a_block_forgets_all_after_it() -> None:
 
 def test_nothing_is_registered_after_a_forgotten_block() -> None:
     index = PrefixIndex("model")
-    first = index.insert(index.root, BlockContent((1, 2)), 0)
+    first = index.insert(index.root, BlockContent((1, 2)), (0,))
     assert first is not None
     index.forget(0)
-    assert index.insert(first, BlockContent((3, 4)), 1) is None
+    assert index.insert(first, BlockContent((3, 4)), (1,)) is None
     assert len(index) == 0
 
 
@@ -147,10 +147,10 @@ def test_a_weak_hash_costs_hits_but_never_gives_a_wrong_block(
     for chain in known:
         entry = index.root
         for length, ids in enumerate(chain, 1):
-            inserted = index.insert(entry, BlockContent(ids), len(history))
+            inserted = index.insert(entry, BlockContent(ids), (len(history),))
             if inserted is None:
                 break
-            history.setdefault(inserted.block, chain[:length])
+            history.setdefault(inserted.blocks[0], chain[:length])
             entry = inserted
     index.check_integrity()
     for length, block in enumerate(walk(index, [BlockContent(ids) for ids in asked]), 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mmserve.cache.groups import NO_BLOCK
 from mmserve.cache.prefix_index import PrefixIndex
 from mmserve.engine.admission import plan_request
 from mmserve.engine.batch import NewRequest, SampledToken, ScheduledBatch, StepOutput
@@ -36,14 +37,16 @@ class Driver:
             "encoder_cache_memory": 10**6,
         }
         self.limits = SchedulerLimits(**{**defaults, **limits})
-        self.scheduler = Scheduler(self.limits, PrefixIndex("model"))
+        self.groups = self.limits.groups
+        index = PrefixIndex("model", num_groups=len(self.groups), rooted=self.groups[0].window is None)
+        self.scheduler = Scheduler(self.limits, index)
         self.requests: dict[str, Request] = {}
         self.wanted: dict[str, int] = {}
         self.batches: list[ScheduledBatch] = []
         self.broken_images: set[str] = set()
         self.images: set[str] = set()
         self.encodes: list[str] = []
-        self._tables: dict[str, list[int]] = {}
+        self._tables: dict[str, list[list[int]]] = {}
         self._computed: dict[str, int] = {}
         self._known: set[str] = set()
 
@@ -132,15 +135,19 @@ class Driver:
             assert name in self._known
             if chunk.restarted:
                 assert name not in self._tables
-                self._tables[name], self._computed[name] = [], chunk.start
-            self._tables[name] += chunk.block_ids
+                self._tables[name], self._computed[name] = [[] for _ in self.groups], chunk.start
             stop = chunk.start + chunk.num_tokens
             assert chunk.num_tokens >= 1
             assert chunk.start == self._computed[name]
             assert stop <= request.num_tokens
             assert chunk.samples == (stop == request.num_tokens)
-            assert len(self._tables[name]) * size >= stop
-            assert self._tables[name] == request.block_table
+            for group, table, new in zip(self.groups, self._tables[name], chunk.block_ids, strict=True):
+                table += new
+                first = group.first_needed(chunk.start, size)
+                table[:first] = [NO_BLOCK] * first
+                assert len(table) * size >= stop
+                assert NO_BLOCK not in table[first:]
+            assert self._tables[name] == request.tables
             self._computed[name] = stop
             for first, last in request.spans:
                 assert not first < chunk.start < last
@@ -163,9 +170,12 @@ class Driver:
         written: dict[int, str] = {}
         for chunk in batch.chunks:
             first, last = chunk.start // size, (chunk.start + chunk.num_tokens - 1) // size
-            for block in self._tables[chunk.request_id][first : last + 1]:
-                assert block not in written
-                written[block] = chunk.request_id
-        for name, table in self._tables.items():
-            for block in table:
-                assert written.get(block, name) == name
+            for table in self._tables[chunk.request_id]:
+                for block in table[first : last + 1]:
+                    assert block not in written
+                    written[block] = chunk.request_id
+        for name, tables in self._tables.items():
+            needed = [group.first_needed(self._computed[name] - 1, size) for group in self.groups]
+            for group, table in enumerate(tables):
+                for block in table[needed[group] :]:
+                    assert written.get(block, name) == name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -152,72 +151,6 @@ def test_a_preempted_request_says_nothing_twice() -> None:
         settle(engine)
 
 
-def random_request(rnd: random.Random) -> tuple[ProcessedPrompt, SamplingParams]:
-    length = rnd.randint(1, 40)
-    ids = [65] * length if rnd.random() < 0.5 else [rnd.choice([65, 66]) for _ in range(length)]
-    images, at = [], rnd.randint(0, 3)
-    while rnd.random() < 0.7:
-        size = rnd.choice([1, 3, 8, 13])
-        if at + size > length:
-            break
-        images.append(mock_image(at, size, rnd.randint(0, 3), gaps=rnd.choice([0, 0, 3]) if size > 3 else 0))
-        at += size + rnd.choice([0, 0, 2])
-    options: dict[str, Any] = {"seed": rnd.randint(0, 3), "temperature": rnd.choice([0.0, 0.0, 1.0])}
-    if rnd.random() < 0.3:
-        options |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
-    options["n"] = rnd.choice([1, 1, 1, 2])
-    return mock_prompt(ids, images), SamplingParams(max_tokens=rnd.randint(1, 15), **options)
-
-
-def outcome(handle: RequestHandle) -> object:
-    try:
-        output = handle.result(WAIT)
-    except RequestError as error:
-        return type(error)
-    return [(answer.token_ids, answer.text) for answer in (output, *output.others)]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_soak_every_request_is_as_if_it_were_alone(seed: int) -> None:
-    """Tiny caches, shared images and prefixes, a broken image, aborts: equal to solo runs, and nothing is left."""
-    rnd = random.Random(seed)
-    both_ways = seed % 2 == 1
-    requests = [random_request(rnd) for _ in range(30)]
-    broken = {"image-3-8-0"}
-    block_size = rnd.choice([1, 2, 4, 8])
-    with running(
-        MockModel(both_ways=both_ways, broken_images=broken),
-        block_size=64,
-        num_blocks=4,
-        max_num_batched_tokens=64,
-        enable_prefix_caching=False,
-        encoder_cache_memory=0,
-    ) as engine:
-        alone = [outcome(engine.submit(prompt, sampling)) for prompt, sampling in requests]
-        settle(engine)
-    with running(
-        MockModel(both_ways=both_ways, broken_images=broken),
-        block_size=block_size,
-        num_blocks=-(-80 // block_size),
-        max_num_batched_tokens=rnd.choice([1, 5, 16]),
-        max_num_seqs=rnd.choice([2, 5]),
-        max_images_per_step=rnd.choice([1, 3]),
-        encoder_cache_memory=rnd.choice([0, 150, 10_000]),
-    ) as engine:
-        handles = []
-        for prompt, sampling in requests:
-            handles.append(engine.submit(prompt, sampling, priority=rnd.choice([0, 0, 1])))
-            if rnd.random() < 0.2:
-                rnd.choice(handles).abort()
-        together = [outcome(handle) for handle in handles]
-        settle(engine)
-    aborted = [index for index, result in enumerate(together) if result is RequestAborted]
-    assert len(aborted) < len(requests) // 2
-    for index, result in enumerate(together):
-        if index not in aborted:
-            assert result == alone[index]
-
-
 @pytest.mark.parametrize("num_blocks", [200, 14])
 @pytest.mark.parametrize("length", [8, 10])
 def test_n_answers_are_those_of_n_requests_with_seeds_of_their_own(length: int, num_blocks: int) -> None:
@@ -293,6 +226,48 @@ def test_prompt_logprobs_survive_preemption_and_mix_with_others() -> None:
             assert output.prompt_logprobs == expected.prompt_logprobs
         assert engine.stats()["preemptions"] > 0
         settle(engine)
+
+
+class Vocabulary(ByteTokenizer):
+    def get_vocab(self) -> dict[str, int]:
+        return {f"{token_id}": token_id for token_id in range(len(self))}
+
+
+class Broken(ByteTokenizer):
+    """Raises for the letter Z, whatever is asked about it."""
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        if 90 in ids and len(ids) > 1:
+            raise ValueError("no Z, please")
+        return super().decode(ids, skip_special_tokens)
+
+
+def test_rows_of_the_head_that_no_token_has_are_harmless_and_if_known_never_sampled() -> None:
+    config = EngineConfig(block_size=4, num_blocks=64)
+    loud = {"logit_bias": {280: 99.0}, "logprobs": 1, "max_tokens": 3}
+    for tokenizer in (ByteTokenizer(), Vocabulary()):
+        engine = Engine(MockModel(vocab_size=300), tokenizer, config, identity="m")
+        try:
+            output = ask(engine, mock_prompt([65] * 3), **loud)
+            assert (280 in output.token_ids) == (type(tokenizer) is ByteTokenizer)
+            if type(tokenizer) is Vocabulary:
+                with pytest.raises(InvalidRequestError, match="rows of the head without a token"):
+                    ask(engine, mock_prompt([65]), allowed_token_ids=(280, 258))
+            assert ask(engine, mock_prompt([65] * 3))
+        finally:
+            engine.close()
+
+
+def test_a_tokenizer_that_raises_fails_that_request_alone() -> None:
+    engine = Engine(MockModel(), Broken(), EngineConfig(block_size=4, num_blocks=64), identity="m")
+    try:
+        with pytest.raises(RequestError, match="could not be made text: ValueError: no Z"):
+            ask(engine, mock_prompt([65] * 3), logit_bias={90: 99.0})
+        assert ask(engine, mock_prompt([65] * 3), logit_bias={91: 99.0}).text == "[" * 8
+        settle(engine)
+    finally:
+        engine.close()
 
 
 def test_callers_own_logits_processors() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -51,6 +52,23 @@ def test_a_character_of_several_tokens_comes_whole() -> None:
     assert "".join(deltas) == text
     assert not any("\ufffd" in delta for delta in deltas)
     assert [delta for delta in deltas if delta] == list(text)
+
+
+class Strict(ByteTokenizer):
+    """As slow tokenizers do, it raises for an id that no token has."""
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        if any(token_id >= len(self) for token_id in ids):
+            raise TypeError("expected str instance, NoneType found")
+        return super().decode(ids, skip_special_tokens)
+
+
+def test_an_id_that_can_not_be_decoded_has_no_text() -> None:
+    detokenizer = Detokenizer(TextDecoder(Strict()))
+    ids = [72, 300, 105, *"é".encode(), 301, 33]
+    assert "".join([*map(detokenizer.push, ids), detokenizer.finish()]) == "Hié!"
+    assert TextDecoder(Strict()).decode_one(300) == ""
 
 
 def test_an_answer_cut_inside_a_character_still_adds_up() -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,126 @@ def test_no_weights(folder: Path) -> None:
 
 def test_pickled_weights_only(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match=r"pickled weights only \(pytorch_model\.bin\)"):
+    with pytest.raises(WeightsError, match=r"pickled weights only \(pytorch_model\.bin\).*allow_pickled_weights=True"):
+        load(folder)
+
+
+class _Bomb:
+    def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+        return (pytest.fail, ("a pickle was run",))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"bomb": _Bomb()}, "holds something else than tensors, which was not unpickled"),
+        ({"model": {"a": torch.zeros(1)}}, "is not a plain state dict"),
+        ([torch.zeros(1)], "is not a plain state dict"),
+        (b"PK not a pickle", "holds something else than tensors, which was not unpickled"),
+        (b"", r"\(0 bytes\) is truncated or no file of torch\.save"),
+    ],
+    ids=["code", "nested", "list", "garbage", "empty"],
+)
+def test_pickled_weights_that_are_none(folder: Path, content: object, message: str) -> None:
+    (folder / "model.safetensors").unlink()
+    path = folder / "pytorch_model.bin"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(WeightsError, match=message):
+        load(folder, allow_pickled_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({}, "it names none"),
+        ({"a": 5}, "it names none"),
+        ({"a": "../b.safetensors"}, r"files outside the folder: \.\./b"),
+        ({"a": "/b.safetensors"}, "files outside the folder"),
+        ([], "is not an index"),
+    ],
+)
+def test_a_damaged_index(folder: Path, weight_map: object, message: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(WeightsError, match=message):
+        load(folder)
+
+
+def test_a_tensor_in_two_shards(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "1.safetensors")
+    shutil.copy(folder / "1.safetensors", folder / "2.safetensors")
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightsError, match=r"is both in .*1\.safetensors and in .*2\.safetensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("adapter_config.json", "it is an adapter: merge it"),
+        ("model-00001-of-00002.safetensors", "only model-00001-of-00002.safetensors: an index must say"),
+        ("model.gguf", "only model.gguf"),
+    ],
+)
+def test_weights_of_another_kind(folder: Path, name: str, message: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(b"{}")
+    with pytest.raises(WeightsError, match=message):
+        load(folder)
+
+
+def test_quantised_weights(folder: Path) -> None:
+    edit_config(folder, lambda config: config["text_config"].update(quantization_config={"quant_method": "fp8"}))  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedModelError, match=r"are quantised \(fp8\), which is not served"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda config: config.pop("text_config"), WeightsError, "do not fit its config"),
+        (lambda config: config.update(text_config="none"), UnsupportedModelError, "can not be read"),
+        (lambda config: config.update(vision_config=[]), ModelLoadError, "."),
+        (lambda config: config["text_config"].update(num_key_value_heads=0), ModelLoadError, "."),
+        (
+            lambda config: config["text_config"].update(num_hidden_layers=1),
+            WeightsError,
+            "unexpected: model.text_model",
+        ),
+        (lambda config: config["text_config"].update(num_hidden_layers=3), WeightsError, "missing: model.text_model"),
+        (lambda config: config["text_config"].update(hidden_act="wish"), UnsupportedModelError, "wish"),
+        (lambda config: config["text_config"].update(vocab_size=-1), UnsupportedModelError, "can not be built"),
+        (lambda config: config["vision_config"].update(model_type=[]), ModelLoadError, "can not be put on"),
+    ],
+    ids=[
+        "no-text",
+        "text-name",
+        "vision-list",
+        "no-heads",
+        "fewer",
+        "more",
+        "activation",
+        "vocabulary",
+        "type",
+    ],
+)
+def test_a_config_that_contradicts_itself_or_the_weights(
+    folder: Path, change: Callable[[dict[str, Any]], None], error: type[Exception], message: str
+) -> None:
+    edit_config(folder, change)
+    with pytest.raises(error, match=message):
+        load(folder)
+
+
+def test_weights_that_are_not_numbers(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors["lm_head.weight"].fill_(float("nan")))  # type: ignore[arg-type,return-value]
+    with pytest.raises(ModelLoadError, match=r"not finite on a trial text, in torch\.float32"):
+        load(folder)
+
+
+def test_code_that_is_not_trusted(folder: Path) -> None:
+    edit_config(folder, lambda config: config.update(model_type="own", auto_map={"AutoConfig": "own.Own"}))
+    with pytest.raises(UnsupportedModelError, match=r"comes as Python code .* pass trust_remote_code=True"):
         load(folder)
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.tiny_models.packed import run_packed
 
 from fixtures.tiny_models.families import FAMILIES
 from fixtures.tiny_models.family import build, make_prompt
-from fixtures.tiny_models.packed import run_packed
 from fixtures.tiny_models.shrink import IMAGE, VOCAB
 from mmserve.cache.tensors import allocate
 from mmserve.errors import ConfigError, EngineError, InputError, ModelOutputError

@@ -55,7 +55,6 @@ def test_a_window_in_the_config_that_the_model_does_not_use(tmp_path: Path) -> N
     [
         ("mllama", {}, "2 of the 3 text layers"),
         ("qwen3_5", {}, "layers of kind linear_attention"),
-        ("gpt_oss", {}, "gives its attention s_aux"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -66,3 +65,15 @@ def test_a_window_in_the_config_that_the_model_does_not_use(tmp_path: Path) -> N
 def test_refused_with_its_name(tmp_path: Path, name: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         load(name, tmp_path, **changes)
+
+
+def test_sinks_go_to_a_backend_that_has_them(tmp_path: Path) -> None:
+    about: Any = load("gpt_oss", tmp_path).describe()["attention"]
+    assert {layer["backend"] for layer in about} == {"reference"}
+    assert all(any("sinks" in reason for reason in layer["declined"]) for layer in about)
+
+
+def test_layers_that_share_a_cache_and_spans_on_some_layers(tmp_path: Path) -> None:
+    model = load("gemma4", tmp_path)
+    assert layers(model) == [(6, None, 0), (None, None, 1), (6, None, 0), (None, None, 1)]
+    assert [layer.spec.both_ways for layer in model._layers] == [True, False, True, False]

@@ -26,6 +26,7 @@ from mmserve.kernels.linear import FewRowLinear
 from mmserve.model import text_attention
 from mmserve.model.replace import replace_layers
 from mmserve.model.replace_decoder import replace_decoder_layers
+from mmserve.model.replace_stack import replace_stack
 from mmserve.model.replace_tower import NAME, encoder_attention, replace_tower
 from mmserve.model.text_attention import LayerBinding, PagedStep
 
@@ -88,7 +89,20 @@ def run(model: Any, specs: Mapping[nn.Module, AttentionSpec], lengths: list[tupl
     ids = torch.randint(0, 50, (1, len(slots)), generator=random)
     with torch.inference_mode():
         step = PagedStep(bindings, metadata)
-        return model(ids, position_ids=torch.tensor([positions]), use_cache=False, paged=step).logits[0]
+        return model(
+            inputs_embeds=model.get_input_embeddings()(ids),
+            position_ids=torch.tensor([positions]),
+            use_cache=False,
+            paged=step,
+        ).logits[0]
+
+
+def replace_decoder(
+    model: Any, specs: Mapping[nn.Module, AttentionSpec], native: frozenset[nn.Module]
+) -> tuple[int, str | None]:
+    """How many, and the first reason."""
+    taken, left = replace_decoder_layers(model, specs, native)
+    return len(taken), left[0][1] if left else None
 
 
 STEPS = pytest.mark.parametrize("lengths", [[(5, 1), (0, 1), (20, 1)], [(0, 24), (3, 1)]], ids=["decode", "many-rows"])
@@ -106,7 +120,7 @@ class TestDecoderLayers:
         specs = specs_of(model)
         expected = run(model, specs, lengths)
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        assert replace_decoder_layers(model, specs, frozenset(specs)) == (2, None)
+        assert replace_decoder(model, specs, frozenset(specs)) == (2, None)
         torch.testing.assert_close(run(model, specs, lengths), expected, atol=1e-4, rtol=1e-4)
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
@@ -117,7 +131,7 @@ class TestDecoderLayers:
         model = text_model(LlamaConfig(**TEXT), torch.bfloat16)
         specs = specs_of(model)
         before = (run(model, specs, lengths).float() - expected).pow(2).mean().sqrt()
-        assert replace_decoder_layers(model, specs, frozenset(specs))[0] == 2
+        assert replace_decoder(model, specs, frozenset(specs))[0] == 2
         after = (run(model, specs, lengths).float() - expected).pow(2).mean().sqrt()
         assert after < 1.5 * before
 
@@ -151,15 +165,89 @@ class TestDecoderLayers:
         model = text_model(config)
         specs = specs_of(model)
         expected = run(model, specs, [(0, 5), (2, 1)])
-        count, why = replace_decoder_layers(model, specs, frozenset(specs))
+        count, why = replace_decoder(model, specs, frozenset(specs))
         assert count == 0
         assert any(part in str(why) for part in reason.split("|")), why
         assert torch.equal(run(model, specs, [(0, 5), (2, 1)]), expected)
 
+    @pytest.mark.parametrize("where", ["", "self_attn.q_proj", "mlp", "input_layernorm"])
+    @pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
+    def test_a_hook_or_a_forward_put_there_later_is_not_left_out(self, where: str, how: str) -> None:
+        model = text_model(LlamaConfig(**TEXT))
+        specs = specs_of(model)
+        part = model.model.layers[1].get_submodule(where)
+        if how == "hook":
+            part.register_forward_hook(lambda module, args, output: None)
+        elif how == "pre-hook":
+            part.register_forward_pre_hook(lambda module, args: None)
+        else:
+            part.forward = type(part).forward.__get__(part)
+        taken, ((layer, why),) = replace_decoder_layers(model, specs, frozenset(specs))
+        assert list(taken) == [model.model.layers[0]]
+        assert layer is model.model.layers[1]
+        assert "has hooks" in why or "has a forward of its own" in why
+
     def test_layers_of_another_backend_stay(self) -> None:
         model = text_model(LlamaConfig(**TEXT))
-        count, why = replace_decoder_layers(model, specs_of(model), frozenset())
+        count, why = replace_decoder(model, specs_of(model), frozenset())
         assert (count, why) == (0, "the attention of LlamaDecoderLayer is not served by the native backend")
+
+
+class TestStack:
+    """All native layers of a text model in one call."""
+
+    def replaced(self, config: Any = None) -> tuple[Any, dict[nn.Module, AttentionSpec], str | None]:
+        model = text_model(config or LlamaConfig(**TEXT))
+        specs = specs_of(model)
+        layers, _ = replace_decoder_layers(model, specs, frozenset(specs))
+        return model, specs, replace_stack(model, layers)
+
+    @STEPS
+    def test_gives_the_same_bits(self, lengths: list[tuple[int, int]]) -> None:
+        model = text_model(LlamaConfig(**TEXT))
+        specs = specs_of(model)
+        layers, _ = replace_decoder_layers(model, specs, frozenset(specs))
+        expected = run(model, specs, lengths)
+        assert replace_stack(model, layers) is None
+        assert torch.equal(run(model, specs, lengths), expected)
+
+    def test_really_runs_and_only_then(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, specs, reason = self.replaced()
+        assert reason is None
+        for layer in model.model.layers:
+            monkeypatch.setattr(layer, "forward", lambda *_, **__: pytest.fail("a layer ran by itself"))
+        run(model, specs, [(0, 3)])
+        with pytest.raises(pytest.fail.Exception, match="by itself"):
+            model(torch.tensor([[1, 2]]), use_cache=False)
+
+    def test_stays_away_from_a_model_of_which_some_layers_are_not_native(self) -> None:
+        model = text_model(LlamaConfig(**TEXT))
+        specs = specs_of(model)
+        layers, _ = replace_decoder_layers(model, specs, frozenset(specs))
+        first = next(iter(layers))
+        assert replace_stack(model, {first: layers[first]}) == "only 1 of 2 layers are native"
+
+    def test_stays_away_from_a_model_that_does_something_between_layers(self) -> None:
+        model = text_model(LlamaConfig(**TEXT))
+        specs = specs_of(model)
+        layers, _ = replace_decoder_layers(model, specs, frozenset(specs))
+        model.model.layers[0].register_forward_hook(lambda _module, _inputs, output: output * 1.5)
+        assert "does more between its layers" in str(replace_stack(model, layers))
+        assert model.model.forward.__name__ != "<lambda>"
+
+    def test_an_argument_that_it_does_not_know_goes_to_the_models_own_forward(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, specs, _ = self.replaced()
+        seen = []
+        for layer in model.model.layers:
+            monkeypatch.setattr(layer, "forward", lambda hidden, **_: seen.append(1) or hidden)
+        run(model, specs, [(0, 3)])
+        assert not seen
+        embeds = torch.randn(1, 3, model.config.hidden_size)
+        with torch.inference_mode():
+            model.model(inputs_embeds=embeds, position_ids=torch.arange(3)[None], use_cache=True)
+        assert seen
 
 
 def vision_model(dtype: torch.dtype = torch.float32) -> Any:
@@ -218,7 +306,7 @@ def test_everything_at_once_and_what_is_said_of_it() -> None:
     specs = specs_of(model)
     said = [replacement.describe() for replacement in replace_layers(model, specs, frozenset(specs))]
     assert [(entry["count"], entry["declined"]) for entry in said] == [
-        (2, None), (15, None), (1, None), (2, None), (1, None),
+        (2, None), (1, None), (15, None), (1, None), (2, None), (1, None),
     ]  # fmt: skip
     assert isinstance(model.lm_head, FewRowLinear)
     assert isinstance(model.model.vision_model.encoder.layers[0].mlp.activation_fn, nn.Module)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.tiny_models.packed import run_packed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from fixtures.tiny_models.families import FAMILIES
 from fixtures.tiny_models.family import build, make_prompt
-from fixtures.tiny_models.packed import run_packed
 from mmserve.errors import WeightsError
 from mmserve.model import load_model
 
@@ -59,6 +59,18 @@ def test_shards(whole: Path, tmp_path: Path) -> None:
     AutoModelForImageTextToText.from_pretrained(whole).save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     torch.testing.assert_close(logprobs(tmp_path), logprobs(whole), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["mapped", "before-torch-1.6"])
+def test_pickled_weights_that_are_asked_for(whole: Path, tmp_path: Path, zipped: bool) -> None:
+    tensors = load_file(whole / "model.safetensors")
+    (tmp_path / "config.json").write_text((whole / "config.json").read_text())
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    loaded = load_model(tmp_path, block_size=16, device="cpu", path="generate", allow_pickled_weights=True)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")  # the model does not depend on the file any more
+    stored = sorted(float(t.double().sum()) for t in tensors.values())
+    found = sorted(float(p.double().sum()) for p in loaded._model.parameters())  # type: ignore[union-attr]
+    assert found == stored
 
 
 def _edit(folder: Path, tie: tuple[bool | None, bool | None], head: str) -> None:

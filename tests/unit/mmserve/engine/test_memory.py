@@ -1,0 +1,87 @@
+"""Where the cache's size comes from, and that no size is a MemoryError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mmserve.assembly import load_processor, worst_prompt
+from mmserve.config import EngineConfig
+from mmserve.demo import demo_model_folder
+from mmserve.engine.core import Engine
+from mmserve.engine.memory import device_memory, plan_memory
+from mmserve.errors import ConfigError
+from mmserve.model import load_model
+from mmserve.testing import ByteTokenizer, MockModel
+
+CPU = torch.device("cpu")
+
+
+def make(**options: Any) -> Engine:
+    return Engine(MockModel(max_position=512), ByteTokenizer(), EngineConfig(**options), identity="m")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 2**60},
+        {"num_blocks": 10**30},
+        {"kv_cache_memory": 2**62},
+        {"num_blocks": 10**12, "block_size": 1024},
+    ],
+)
+def test_a_cache_larger_than_the_machine_is_our_own_error(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"is more than the [0-9,]+ bytes of memory on cpu: give a smaller"):
+        make(**options)
+
+
+def test_describe_says_where_the_size_comes_from() -> None:
+    for options, rule in (({"num_blocks": 8}, "num_blocks"), ({"kv_cache_memory": 4096}, "kv_cache_memory")):
+        engine = make(**options)
+        engine.close()
+        assert engine.describe()["memory"]["rule"] == rule
+    plan = plan_memory(EngineConfig(), MockModel(), CPU, None)
+    assert plan.rule.startswith("default: 1 GiB")
+    assert plan.kv_cache == min(2**30, device_memory(CPU) // 4)
+
+
+def test_the_size_is_given_once() -> None:
+    with pytest.raises(ConfigError, match="one of these, not by num_blocks and memory_budget"):
+        EngineConfig(num_blocks=5, memory_budget=10**9)
+
+
+def test_a_budget_that_leaves_nothing_says_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"memory_budget 1,024 leaves 0 bytes.* \(510 tokens, 0 images\) take"):
+        make(memory_budget=1024, max_num_seqs=2)
+
+
+def test_a_budget_is_what_is_loaded_the_worst_step_the_image_caches_and_the_cache() -> None:
+    config = EngineConfig(
+        memory_budget=12 * 2**30,
+        max_num_batched_tokens=300,
+        max_images_per_step=2,
+        max_num_seqs=4,
+        encoder_cache_memory=2**20,
+        processor_cache_memory=2**20,
+    )
+    folder = demo_model_folder()
+    processor = load_processor(folder, config)
+    model = load_model(folder, dtype="float32", device="cpu", block_size=64)
+    prompts = []
+
+    def worst(num_tokens: int) -> Any:
+        prompts.append(worst_prompt(processor, num_tokens, config.max_images_per_step))
+        return prompts[-1]
+
+    plan = plan_memory(config, model, CPU, worst)
+    processor.close()
+    (prompt,) = prompts
+    assert len(prompt.token_ids) == max(300, len(prompt.images) * processor.max_image_tokens())
+    assert 1 <= len(prompt.images) <= 2
+    assert all(image.range.num_embeds == processor.largest_image().num_embeds for image in prompt.images)
+    assert plan.trial_peak is not None
+    assert plan.kv_cache + plan.trial_peak + 2 * 2**20 == plan.budget == 12 * 2**30
+    # Weights in float32 were in use, if nothing else.
+    assert plan.trial_peak > 4 * sum(p.numel() for p in model._model.parameters())
