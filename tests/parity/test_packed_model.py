@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.tiny_models.packed import run_packed
 
 from fixtures.tiny_models.conformance import Case
 from fixtures.tiny_models.families import FAMILIES
+from mmserve.conformance.packed import run_packed
 
 KINDS = {
     "smolvlm": "tiles with tokens between them",

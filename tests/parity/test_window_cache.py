@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fixtures.tiny_models.oracle import Reference
 
 from fixtures.tiny_models.conformance import TOLERANCE, Case
 from fixtures.tiny_models.families import FAMILIES
@@ -36,8 +35,7 @@ class Numbers(ByteTokenizer):
 )
 def test_cold_and_hot_in_a_small_cache(name: str, windows: list[int | None], tmp_path: Path) -> None:
     case = Case(FAMILIES[name], tmp_path)
-    reference = Reference(FAMILIES[name], case._folder)
-    expected = [reference.generate(prompt, NEW_TOKENS) for prompt in case.prompts]
+    expected = case.expected(NEW_TOKENS)
     longest = max(len(prompt.token_ids) for prompt in case.prompts) + NEW_TOKENS
     config = EngineConfig(
         block_size=BLOCK_SIZE,

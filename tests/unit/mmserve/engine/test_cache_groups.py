@@ -210,7 +210,8 @@ def test_every_request_is_as_if_it_were_alone(windows: tuple[int | None, int | N
                 output = handle.result(WAIT)
                 assert output.token_ids == expected.token_ids
                 assert [o.token_ids for o in output.others] == [o.token_ids for o in expected.others]
-        twice = [tight.submit(mock_prompt([65] * 30, [mock_image(2, 8)])).result(WAIT) for _ in range(2)]
+        short = SamplingParams(max_tokens=2)  # a long answer would take the prompt's blocks away
+        twice = [tight.submit(mock_prompt([65] * 30, [mock_image(2, 8)]), short).result(WAIT) for _ in range(2)]
         assert twice[0].token_ids == twice[1].token_ids
         assert twice[1].usage.cached_tokens == 28
     finally:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.tiny_models.packed import run_packed
 
 from fixtures.tiny_models.families import FAMILIES
 from fixtures.tiny_models.family import build, make_prompt
 from fixtures.tiny_models.shrink import IMAGE, VOCAB
 from mmserve.cache.tensors import allocate
+from mmserve.conformance.packed import run_packed
 from mmserve.errors import ConfigError, EngineError, InputError, ModelOutputError
 from mmserve.model import load_model
 from mmserve.model.interface import ImageRows

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.tiny_models.packed import run_packed
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from fixtures.tiny_models.families import FAMILIES
 from fixtures.tiny_models.family import build, make_prompt
+from mmserve.conformance.packed import run_packed
 from mmserve.kernels.library import status
 from mmserve.model import load_model
 from mmserve.model.replace import Replacement, _linears, _norms

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.tiny_models.packed import run_packed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from fixtures.tiny_models.families import FAMILIES
 from fixtures.tiny_models.family import build, make_prompt
+from mmserve.conformance.packed import run_packed
 from mmserve.errors import WeightsError
 from mmserve.model import load_model
 
