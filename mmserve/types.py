@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_serializer, field_validator, model_validator
 
+from mmserve.errors import InvalidRequestError
 from mmserve.schema import Bool, Float, Int, Schema
 
 __all__ = [
@@ -89,8 +90,10 @@ def _source_to_string(source: Any) -> str:
         return _data_url("application/octet-stream", bytes(source))
     import io
 
-    from processors import load_image
+    from processors import ImageFeatures, load_image
 
+    if isinstance(source, ImageFeatures):
+        raise InvalidRequestError("image features can not be written as JSON: they are given in Python only")
     buffer = io.BytesIO()
     load_image(source).save(buffer, format="PNG")
     return _data_url("image/png", buffer.getvalue())

@@ -2,6 +2,8 @@
 
     types      PlaceholderRange, ImageItem, ProcessedPrompt
     errors     the error tree
+    features   an image given as the rows that a model made of it
+    picture    one picture, packed
     media      any form of an image -> one upright 8-bit RGB picture, within limits (decode, arrays, dataurl, fetch)
     hashing    the content key of one image
     chat       messages and raw prompts -> segments of text whose image positions are known
@@ -13,6 +15,7 @@
     counts     the token counts that a processor declares, against those it makes
     options    which options a request may set
     limits     how large they may make an image
+    one_thread torch on one core, for images side by side
     sizing     the most tokens that one image can take
     loading    a model folder -> its processor, taken apart
     selfcheck  what is put together here against the processor's own call
@@ -37,11 +40,13 @@ if TYPE_CHECKING:
         PromptError,
         UnsupportedProcessorError,
     )
+    from processors.features import ImageFeatures
     from processors.media import ImageSource, MediaOptions, load_image
     from processors.sizing import LargestImage
     from processors.types import ImageItem, PlaceholderRange, ProcessedPrompt
 
 __all__ = [
+    "ImageFeatures",
     "ImageItem",
     "ImageSource",
     "LargestImage",
@@ -66,6 +71,7 @@ _HOMES = {
     "ProcessorError": "processors.errors",
     "PromptError": "processors.errors",
     "UnsupportedProcessorError": "processors.errors",
+    "ImageFeatures": "processors.features",
     "ImageSource": "processors.media",
     "MediaOptions": "processors.media",
     "load_image": "processors.media",

@@ -17,6 +17,7 @@ from processors.counts import ImageCounts
 from processors.encode import EncodedPrompt, PromptEncoder
 from processors.errors import PromptError
 from processors.expand import Expansion
+from processors.features import ImageFeatures, check_count
 from processors.given_ids import ImageIds, place_in_ids
 from processors.images import ImagePreparer, PreparedImage
 from processors.loading import LoadedProcessor, load_processor, take_apart
@@ -45,7 +46,9 @@ class PromptProcessor:
         """Use `from_pretrained`."""
         self._loaded = loaded
         limits = loaded.options.limits
-        self._images = ImagePreparer(loaded.expander, loaded.fingerprint, media, limits, cache_bytes, workers)
+        self._images = ImagePreparer(
+            loaded.expander, loaded.fingerprint, media, limits, cache_bytes, workers, loaded.feature_width
+        )
         self._max_pixels = media.max_image_pixels
         self._lock = threading.Lock()
         self._largest: LargestImage | None = None
@@ -55,7 +58,7 @@ class PromptProcessor:
         self.tokenizer = loaded.user_tokenizer
         """A tokenizer of the caller's own: reconfiguring it does not reach this processor."""
         self.image_token_id: int | None = loaded.feature_token_id
-        """The id at the positions that take a feature row."""
+        """The id at the positions that take a feature row; None where images are read by cross attention."""
         self.placeholder_token_ids: tuple[int, ...] = loaded.placeholder_token_ids
         """Every id that stands for images: never to be generated."""
 
@@ -167,7 +170,7 @@ class PromptProcessor:
     def process(
         self,
         prompt: Prompt,
-        images: Sequence[ImageSource] = (),
+        images: Sequence[ImageSource | ImageFeatures] = (),
         *,
         raw: bool = False,
         options: Mapping[str, object] | None = None,
@@ -179,7 +182,8 @@ class PromptProcessor:
         Args:
             prompt: Text: one user turn through the chat template, images first (taken raw if `raw`, or if the model
                 has no template). Messages: OpenAI-style. Ids: with one placeholder an image, or fully expanded.
-            images: In the order of their positions in the prompt; for messages, those of the bare image parts.
+            images: In the order of their positions in the prompt; for messages, those of the bare image parts. An
+                image may be given as its rows (`ImageFeatures`).
             raw: Take text verbatim: with the model's own image tokens, or `<image>` marks, or without either, and
                 then the images stand in front.
             options: Processor options of this request, e.g. `{"max_pixels": 200_000}`.
@@ -247,20 +251,28 @@ class PromptProcessor:
     ) -> ProcessedPrompt:
         # A family that processes an image among others in another way declares counts for an image alone.
         declared = not options and not (self._loaded.family.company and len(prepared) > 1)
-        items = []
+        items: list[ImageItem] = []
         for image, span in zip(prepared, encoded.image_spans, strict=True):
             placed = range_from_ids(encoded.token_ids, span, self._loaded.feature_token_id)
             made = counts_of(encoded, span, self._loaded.feature_token_id, self._loaded.types)
             if declared:
                 self._loaded.counts.check(image.size, made)
-            items.append(ImageItem(image.key, placed, image.expansion.tensors, image.size))
+            if image.features is not None:
+                check_count(image.features, placed.num_embeds, len(items) + 1)
+            items.append(ImageItem(image.key, placed, image.expansion.tensors, image.size, image.features))
         return ProcessedPrompt(
             token_ids=encoded.token_ids,
             images=tuple(items),
-            prompt_tensors={
-                name: make(self._loaded.processor, encoded.token_ids)
-                for name, make in self._loaded.family.prompt_outputs.items()
-            },
+            prompt_tensors=self._prompt_tensors(encoded, prepared),
             mm_token_type_ids=self._loaded.types.types(encoded.token_ids, encoded.image_spans),
             text=text,
         )
+
+    def _prompt_tensors(self, encoded: EncodedPrompt, prepared: Sequence[PreparedImage]) -> dict[str, Any]:
+        """The outputs that belong to the whole prompt."""
+        tensors = [image.expansion.tensors for image in prepared]
+        made = {
+            name: make(self._loaded.processor, encoded.token_ids, tensors)
+            for name, make in self._loaded.family.prompt_outputs.items()
+        }
+        return {name: value for name, value in made.items() if value is not None}

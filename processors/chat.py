@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from processors.errors import PromptError, shorten
+from processors.errors import PromptError, UnsupportedProcessorError, shorten
 
 __all__ = ["ChatTemplate", "Renderer", "Segment", "collect_parts", "cut_images", "segment_raw"]
 
@@ -139,10 +139,19 @@ class ChatTemplate:
 
     @classmethod
     def probe(cls, render: Renderer, image_token: str, control_tokens: Sequence[str]) -> ChatTemplate:
-        """Find out which forms of content the template takes."""
+        """Find out which forms of content the template takes.
+
+        Raises:
+            UnsupportedProcessorError: It renders no plain question in either form.
+        """
         before, after = "probe-before", "probe-after"
         parts = [{"type": "text", "text": before}, {"type": "image"}, {"type": "text", "text": after}]
-        in_parts = _try_render(render, parts)
+        refusals: list[str] = []
+        in_parts = _try_render(render, parts, refusals)
+        in_a_string = _try_render(render, before, refusals)
+        if before not in in_parts and before not in in_a_string:
+            reason = f": {refusals[0]}" if refusals else ", whose text it leaves out"
+            raise UnsupportedProcessorError(f"the chat template can not render a plain question{reason}")
         takes_parts = before in in_parts and after in in_parts and in_parts.count(image_token) == 1
         mark = image_token
         if takes_parts and in_parts.index(before) < in_parts.index(after):
@@ -153,7 +162,7 @@ class ChatTemplate:
             image_token=image_token,
             control_tokens=_any_of(control_tokens),
             takes_parts=takes_parts,
-            takes_strings=before in _try_render(render, before),
+            takes_strings=before in in_a_string,
             image_mark=mark,
         )
 
@@ -263,11 +272,12 @@ def _has_image(message: Mapping[str, object]) -> bool:
     return isinstance(content, list) and any(part["type"] == "image" for part in content)
 
 
-def _try_render(render: Renderer, content: object) -> str:
-    """What the template makes of one user turn; empty if it refuses this form of content."""
+def _try_render(render: Renderer, content: object, refusals: list[str]) -> str:
+    """What the template makes of one user turn; empty, with the reason put to `refusals`, if it refuses this form."""
     try:
         return render([{"role": "user", "content": content}], True)
-    except PromptError:
+    except PromptError as error:
+        refusals.append(str(error))
         return ""
 
 

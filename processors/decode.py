@@ -16,7 +16,7 @@ from processors.png import check_png
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["broken", "check_size", "decode_image", "upright_rgb"]
+__all__ = ["broken", "check_size", "decode_image", "is_plain", "pass_orientation_on", "upright_rgb"]
 
 _EXIF_ORIENTATION = 0x0112
 _FORMATS = (
@@ -98,8 +98,28 @@ def check_size(image: Image.Image, max_image_pixels: int, name: str) -> None:
         )
 
 
+def is_plain(image: Image.Image) -> bool:
+    """Whether the picture is upright, 8-bit RGB without transparency as it is. It must have been loaded."""
+    return image.mode == "RGB" and "transparency" not in image.info and _turn(image) is None
+
+
+def pass_orientation_on(source: Image.Image, copy: Image.Image) -> None:
+    """Give a copy the orientation that its source has now: Pillow copies what the file said, not what was set since."""
+    try:
+        orientation = source.getexif().get(_EXIF_ORIENTATION)
+    except broken():
+        return  # the copy's can not be read either
+    copy.getexif()[_EXIF_ORIENTATION] = orientation if orientation is not None else 1
+
+
 def _upright(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation; a tag that can not be read means none."""
+    """Apply the EXIF orientation."""
+    turn = _turn(image)
+    return image if turn is None else image.transpose(turn)
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What the EXIF orientation asks for; a tag that can not be read asks for nothing."""
     from PIL import Image
 
     turns = {
@@ -114,9 +134,8 @@ def _upright(image: Image.Image) -> Image.Image:
     try:
         orientation = image.getexif().get(_EXIF_ORIENTATION)
     except broken():
-        return image
-    turn = turns.get(orientation) if isinstance(orientation, int) else None
-    return image if turn is None else image.transpose(turn)
+        return None
+    return turns.get(orientation) if isinstance(orientation, int) else None
 
 
 def _to_rgb(image: Image.Image, background: tuple[int, int, int], name: str) -> Image.Image:

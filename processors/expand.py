@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
+    from processors.picture import Picture
+
 __all__ = ["TEXT_OUTPUTS", "Expansion", "ImageExpander", "call_errors"]
 
 TEXT_OUTPUTS = frozenset(
@@ -36,6 +38,10 @@ TEXT_OUTPUTS = frozenset(
     }
 )
 """Outputs that belong to the text of a prompt, in every family."""
+
+
+_LEAST_SIDE = 8
+"""Pixels a side from which pictures go as packed pixels: with fewer, some code takes a side for the channels."""
 
 
 def call_errors() -> tuple[type[Exception], ...]:
@@ -57,6 +63,17 @@ class Expansion:
         """Bytes of the tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
+    def equals(self, other: Expansion) -> bool:
+        """Whether text and tensors are the same, to the bit."""
+        import torch
+
+        return (
+            self.text == other.text
+            and self.tensors.keys() == other.tensors.keys()
+            and all(t.dtype == other.tensors[n].dtype for n, t in self.tensors.items())
+            and all(torch.equal(t, other.tensors[n]) for n, t in self.tensors.items())
+        )
+
 
 class ImageExpander:
     """Calls a Hugging Face processor with one image at a time.
@@ -74,9 +91,27 @@ class ImageExpander:
         """The least text that the processor takes for one image."""
         self.company = family.company
         """Whether an image among others is processed in another way than an image alone."""
+        self.takes_planes = False
+        """Whether pictures are handed over as packed pixels; set by `try_planes`."""
 
-    def call(self, text: str, images: Sequence[Image.Image], options: Mapping[str, object]) -> Mapping[str, Any]:
-        """The processor's own call for one prompt."""
+    def try_planes(self, pictures: Sequence[Picture]) -> None:
+        """Hand pictures over as packed pixels from now on, if that makes exactly the same of each of `pictures`."""
+        ways = [True, False] if self.company else [True]
+        try:
+            before = [self.expand(picture, {}, alone) for picture in pictures for alone in ways]
+            self.takes_planes = True
+            after = [self.expand(picture, {}, alone) for picture in pictures for alone in ways]
+        except ProcessorError:
+            self.takes_planes = False
+            return
+        self.takes_planes = all(one.equals(other) for one, other in zip(before, after, strict=True))
+
+    def call(
+        self, text: str, images: Sequence[Image.Image | torch.Tensor], options: Mapping[str, object]
+    ) -> Mapping[str, Any]:
+        """The processor's own call for one prompt; pictures as PIL images, or as uint8 tensors [3, height, width]."""
+        import torch
+
         settings: dict[str, object] = {
             "padding": False,
             "return_tensors": "pt",
@@ -85,13 +120,15 @@ class ImageExpander:
             **self._family.call_options,
             **options,
         }
+        if images and isinstance(images[0], torch.Tensor):
+            settings["input_data_format"] = "channels_first"
         nested = [list(images)] if self._family.nested_images else list(images)
         outputs = self._processor(text=[text], images=nested, **settings)
         assert isinstance(outputs, Mapping)
         return outputs
 
-    def expand(self, image: Image.Image, options: Mapping[str, object], alone: bool = True) -> Expansion:
-        """Process one upright RGB picture; `alone`: it is the only one of its prompt.
+    def expand(self, picture: Picture, options: Mapping[str, object], alone: bool = True) -> Expansion:
+        """Process one picture; `alone`: it is the only one of its prompt.
 
         Raises:
             OptionError: The processor refuses it with these options.
@@ -99,18 +136,18 @@ class ImageExpander:
             UnsupportedProcessorError: Its outputs have a form that is not known.
         """
         copies = 1 if alone or not self._family.company else 2
+        size = f"{picture.size[0]}x{picture.size[1]}"
+        packed = self.takes_planes and min(picture.size) >= _LEAST_SIDE
+        image = picture.tensor() if packed else picture.image
         try:
             outputs = self.call(self.image_text * copies, [image] * copies, options)
         except call_errors() as error:
             kind = OptionError if options else ProcessorError
             given = f" with the options {shorten(dict(options))}" if options else ""
-            raise kind(
-                f"{self._name} can not process an image of {image.width}x{image.height}{given}: "
-                f"{shorten(str(error), 200)}"
-            ) from error
+            raise kind(f"{self._name} can not process an image of {size}{given}: {shorten(str(error), 200)}") from error
         text = self._replacement(outputs)
         if not text:
-            raise ProcessorError(f"{self._name} makes no tokens of an image of {image.width}x{image.height}")
+            raise ProcessorError(f"{self._name} makes no tokens of an image of {size}")
         tensors = {name: self._own_part(name, value, copies) for name, value in self._image_outputs(outputs)}
         return Expansion(text, tensors)
 

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from processors.errors import OptionError, shorten
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from processors.picture import Picture
 
-__all__ = ["canonical", "fingerprint", "image_key"]
+__all__ = ["canonical", "fingerprint", "image_key", "image_mark"]
+
+_SAMPLES = 1024
 
 
 def canonical(options: Mapping[str, object]) -> bytes:
@@ -42,8 +44,8 @@ def fingerprint(*parts: str) -> str:
     return digest.hexdigest()
 
 
-def image_key(image: Image.Image, options: Mapping[str, object], processor: str, image_id: str | None = None) -> str:
-    """The key of `image`, an upright RGB picture, under `options` and the processor fingerprint `processor`.
+def image_key(picture: Picture, options: Mapping[str, object], processor: str, image_id: str | None = None) -> str:
+    """The key of `picture` under `options` and the processor fingerprint `processor`.
 
     `image_id`, the caller's own name for the content, takes the place of the pixels: the caller then vouches that
     equal ids mean equal pictures. Ids and pixels can not collide: each kind has its own prefix.
@@ -51,10 +53,21 @@ def image_key(image: Image.Image, options: Mapping[str, object], processor: str,
     digest = hashlib.sha256()
     settings = canonical(options)
     digest.update(f"{processor}|{len(settings)}|".encode() + settings)
-    digest.update(f"|{image.mode}|{image.width}x{image.height}|".encode())
+    digest.update(f"|{picture.size[0]}x{picture.size[1]}|".encode())
     if image_id is not None:
         digest.update(b"id|" + image_id.encode("utf-8", "surrogatepass"))
     else:
         digest.update(b"pixels|")
-        digest.update(image.tobytes())
+        digest.update(picture.planes())
     return digest.hexdigest()
+
+
+def image_mark(picture: Picture, options: Mapping[str, object], processor: str) -> bytes:
+    """A quick look at what `image_key` hashes: pictures of different marks have different keys.
+
+    Pictures of equal marks may still differ: some thousand values of the pixels are looked at.
+    """
+    planes = picture.planes()
+    digest = hashlib.sha256(f"{processor}|{picture.size[0]}x{picture.size[1]}|".encode() + canonical(options))
+    digest.update(planes[:: len(planes) // _SAMPLES | 1])
+    return digest.digest()

@@ -15,20 +15,30 @@ from typing import Any
 from processors.cache import ExpansionCache
 from processors.errors import ProcessorError
 from processors.expand import Expansion, ImageExpander
-from processors.hashing import image_key
+from processors.features import ImageFeatures, features_key, own_features, without_pixels
+from processors.hashing import canonical, fingerprint, image_key, image_mark
 from processors.limits import OptionLimits
-from processors.media import MediaOptions, load_image
+from processors.media import MediaOptions, load_picture
+from processors.one_thread import use_one_core
+from processors.picture import Picture
 
 __all__ = ["ImagePreparer", "PreparedImage"]
+
+_LONG_HASH = 1 << 20
+"""Bytes of pixels that take about half a millisecond to hash."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """One image, ready to be put into a prompt: content key, (width, height) as given, expansion."""
+    """One image, ready to be put into a prompt: content key, (width, height) as given, expansion.
+
+    If its rows were given in place of a picture, `features` has them, and the expansion no pixels.
+    """
 
     key: str
     size: tuple[int, int]
     expansion: Expansion
+    features: ImageFeatures | None = None
 
 
 class ImagePreparer:
@@ -42,14 +52,19 @@ class ImagePreparer:
         limits: OptionLimits,
         cache_bytes: int,
         workers: int | None,
+        feature_width: int | None = None,
     ) -> None:
-        """`workers`: threads for the images of one prompt; None: one a core, at most 8."""
+        """`workers`: threads for the images of one prompt; None: one a core, at most 8.
+
+        `feature_width`: of the rows of an image that may be given in its place; None: not known here.
+        """
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be at least 1, not {workers}")
         self._expander = expander
         self._fingerprint = fingerprint
         self._media = media
         self._limits = limits
+        self._feature_width = feature_width
         self._workers = workers if workers is not None else min(8, os.cpu_count() or 1)
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -83,7 +98,9 @@ class ImagePreparer:
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="processors")
+                self._pool = ThreadPoolExecutor(
+                    self._workers, thread_name_prefix="processors", initializer=use_one_core
+                )
             return self._pool
 
     def _numbered(
@@ -98,12 +115,50 @@ class ImagePreparer:
             raise type(error)(f"image {index + 1} of {len(sources)}: {error}") from error
 
     def _prepare(self, source: Any, options: Mapping[str, object], name: str | None, alone: bool) -> PreparedImage:
-        picture = load_image(source, self._media)
-        self._limits.check_picture(options, picture.size, self._media.max_image_pixels)
         place = "alone" if alone or not self._expander.company else "in company"
-        key = image_key(picture, options, f"{self._fingerprint}|{place}", name)
-        expansion = self.cache.get(key)
-        if expansion is None:
-            expansion = self._expander.expand(picture, options, alone)
-            self.cache.put(key, expansion)
+        owner = f"{self._fingerprint}|{place}"
+        if isinstance(source, ImageFeatures):
+            return self._prepare_features(source, options, name, owner, alone)
+        picture = load_picture(source, self._media)
+        self._limits.check_picture(options, picture.size, self._media.max_image_pixels)
+        mark = image_mark(picture, options, owner) if name is None else None
+        if alone and mark is not None and self._hashes_beside(picture) and self.cache.lacks(mark):
+            key, expansion = self._expand_while_hashing(picture, options, owner)
+        else:
+            key = image_key(picture, options, owner, name)
+            kept = self.cache.get(key)
+            expansion = kept if kept is not None else self._expander.expand(picture, options, alone)
+        self.cache.put(key, expansion, mark)
         return PreparedImage(key, picture.size, expansion)
+
+    def _hashes_beside(self, picture: Picture) -> bool:
+        """Whether a hash of the pixels takes so long that another thread is worth asking for it."""
+        return self._workers > 1 and len(picture.planes()) >= _LONG_HASH
+
+    def _expand_while_hashing(
+        self, picture: Picture, options: Mapping[str, object], owner: str
+    ) -> tuple[str, Expansion]:
+        """Of an image that is surely not in the cache, so that nothing waits for its key."""
+        hashing = self._executor().submit(image_key, picture, options, owner)
+        try:
+            expansion = self._expander.expand(picture, options, True)
+        finally:
+            waiting = hashing.cancel()  # all threads are busy with other prompts
+        return image_key(picture, options, owner) if waiting else hashing.result(), expansion
+
+    def _prepare_features(
+        self, given: ImageFeatures, options: Mapping[str, object], name: str | None, owner: str, alone: bool
+    ) -> PreparedImage:
+        """An image given as its rows: what stands for it follows from a blank picture of its size."""
+        from PIL import Image
+
+        features = own_features(given, self._feature_width, self._media.max_image_pixels)
+        self._limits.check_picture(options, features.size, self._media.max_image_pixels)
+        key = features_key(features, options, owner, name)
+        blank = fingerprint("blank", owner, str(features.size), canonical(options).decode())
+        expansion = self.cache.get(blank)
+        if expansion is None:
+            made = self._expander.expand(Picture(Image.new("RGB", features.size)), options, alone)
+            expansion = Expansion(made.text, without_pixels(made.tensors))
+            self.cache.put(blank, expansion)
+        return PreparedImage(key, features.size, expansion, features)

@@ -49,7 +49,10 @@ class OptionLimits:
         """Raises OptionError naming the first option that is negative, no finite number, or leads to too much."""
         for name, given in options.items():
             value = _plain(given)
-            if name in _NO_SIZES or (value is not None and value == self.own.get(name)):
+            if value is not None and value == self.own.get(name):
+                continue
+            if name in _NO_SIZES:
+                _check_scale(name, given)
                 continue
             for number in _numbers(value):
                 if not math.isfinite(number) or number < 0:
@@ -109,6 +112,15 @@ class OptionLimits:
                 f"processor option {name!r} is {shorten(options.get(name))}: an image of {whole:g} a side would be cut "
                 f"into {math.ceil(whole / tile) ** 2:,} tiles of {tile:g} a side, over the limit of {_MOST_TILES:,}"
             )
+
+
+def _check_scale(name: str, given: object) -> None:
+    """Raises OptionError if pixels would be multiplied or divided by what is no finite number, or divided by 0."""
+    numbers = list(_numbers(_plain(given)))
+    if not all(math.isfinite(number) for number in numbers):
+        raise OptionError(f"processor option {name!r} must be finite, not {shorten(given)}")
+    if name == "image_std" and 0 in numbers:
+        raise OptionError(f"processor option {name!r} must not hold 0, by which pixels would be divided")
 
 
 def _plain(value: object) -> object:

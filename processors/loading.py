@@ -15,6 +15,7 @@ from processors.encode import PromptEncoder
 from processors.errors import PromptError, UnsupportedProcessorError, shorten
 from processors.expand import ImageExpander, call_errors
 from processors.families import Family, family_of
+from processors.features import text_width
 from processors.hashing import fingerprint
 from processors.options import OptionTable
 from processors.ranges import TypeRule
@@ -36,10 +37,11 @@ class LoadedProcessor:
     user_tokenizer: Any
     image_token: str
     placeholder_id: int
-    feature_token_id: int
+    feature_token_id: int | None
     placeholder_token_ids: tuple[int, ...]
     types: TypeRule
     counts: DeclaredCounts
+    feature_width: int | None
     fingerprint: str
     description: Mapping[str, object]
 
@@ -66,7 +68,7 @@ def take_apart(processor: Any, model_config: Mapping[str, object]) -> LoadedProc
     placeholders = _placeholder_ids(processor, image_token)
     template, source = _chat_template(processor, image_token, placeholders)
     user_tokenizer = copy.deepcopy(processor.tokenizer)
-    encoder = PromptEncoder(processor.tokenizer, _adds_special_tokens(processor))
+    encoder = PromptEncoder(processor.tokenizer, family.special_tokens and _adds_special_tokens(processor))
     checked = check_processor(processor, family, image_token, encoder, expander, model_config)
     return LoadedProcessor(
         processor=processor,
@@ -79,11 +81,16 @@ def take_apart(processor: Any, model_config: Mapping[str, object]) -> LoadedProc
         image_token=image_token,
         placeholder_id=int(processor.tokenizer.convert_tokens_to_ids(image_token)),
         feature_token_id=checked.feature_id,
-        placeholder_token_ids=tuple(sorted({*placeholders, checked.feature_id})),
+        placeholder_token_ids=_with(placeholders, checked.feature_id),
         types=checked.types,
         counts=checked.counts,
+        feature_width=(width := text_width(model_config)),
         fingerprint=_fingerprint(processor),
-        description=_describe(processor, image_token, source, checked),
+        description={
+            **_describe(processor, image_token, source, checked),
+            "pictures_given_as": "packed pixels" if expander.takes_planes else "PIL images",
+            "feature_width": width,
+        },
     )
 
 
@@ -111,6 +118,10 @@ def _placeholder_ids(processor: Any, image_token: str) -> tuple[int, ...]:
     """Ids that the processor itself counts as belonging to images."""
     ids = [*processor.image_token_ids, processor.tokenizer.convert_tokens_to_ids(image_token)]
     return tuple(sorted({int(i) for i in ids if i is not None}))
+
+
+def _with(ids: Sequence[int], more: int | None) -> tuple[int, ...]:
+    return tuple(ids) if more is None else tuple(sorted({*ids, more}))
 
 
 def _image_token(processor: Any, family: Family) -> str:

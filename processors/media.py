@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias, Union
 
 from processors.arrays import is_array, picture_from_array
-from processors.decode import broken, check_size, decode_image, upright_rgb
+from processors.decode import broken, check_size, decode_image, is_plain, pass_orientation_on, upright_rgb
 from processors.errors import MediaError, shorten
+from processors.picture import Picture
 
 if TYPE_CHECKING:
     import numpy
     import torch
     from PIL import Image
 
-__all__ = ["ImageSource", "MediaOptions", "load_image"]
+__all__ = ["ImageSource", "MediaOptions", "load_image", "load_picture"]
 
 ImageSource: TypeAlias = Union[
     str, "os.PathLike[str]", bytes, IO[bytes], "Image.Image", "numpy.ndarray", "torch.Tensor"
@@ -90,6 +91,23 @@ def load_image(source: ImageSource, options: MediaOptions = MediaOptions()) -> I
     return decode_image(data, options.alpha_background, options.max_image_pixels, name)
 
 
+def load_picture(source: ImageSource, options: MediaOptions = MediaOptions()) -> Picture:
+    """As `load_image`, for a processor: a PIL image that is upright RGB already is packed where it is, not copied."""
+    from PIL import Image
+
+    if isinstance(source, Image.Image) and source.mode == "RGB":
+        check_size(source, options.max_image_pixels, "the PIL image")
+        try:
+            with _READING:
+                source.load()
+                check_size(source, options.max_image_pixels, "the PIL image")  # some formats tell more when loaded
+                if is_plain(source):
+                    return Picture.packed(source)
+        except broken() as error:
+            raise MediaError(f"the PIL image is damaged or cut off: {shorten(str(error))}") from error
+    return Picture(load_image(source, options))
+
+
 _READING = threading.Lock()
 """Held while something of the caller's own is read: Pillow decodes an opened picture in place, and a stream has one
 position, so two threads that were given the same object would mix up its pixels."""
@@ -100,7 +118,9 @@ def _own_copy(image: Image.Image) -> Image.Image:
     try:
         with _READING:
             image.load()
-        return image.copy()
+            own = image.copy()
+            pass_orientation_on(image, own)
+        return own
     except broken() as error:
         raise MediaError(f"the PIL image is damaged or cut off: {shorten(str(error))}") from error
 

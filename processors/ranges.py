@@ -12,8 +12,8 @@ from processors.types import PlaceholderRange
 __all__ = ["TypeRule", "range_from_ids"]
 
 
-def range_from_ids(token_ids: Sequence[int], span: tuple[int, int], feature_token_id: int) -> PlaceholderRange:
-    """The range of one image, whose text became `token_ids[span[0]:span[1]]`.
+def range_from_ids(token_ids: Sequence[int], span: tuple[int, int], feature_token_id: int | None) -> PlaceholderRange:
+    """The range of one image, whose text became `token_ids[span[0]:span[1]]`; `feature_token_id` None: without rows.
 
     Only positions inside the span are looked at, so the same id elsewhere (typed by a user) means nothing.
 
@@ -21,6 +21,8 @@ def range_from_ids(token_ids: Sequence[int], span: tuple[int, int], feature_toke
         PromptError: No position of the span takes a feature row.
     """
     start, end = span
+    if feature_token_id is None:
+        return PlaceholderRange(start, end - start, (False,) * (end - start))
     flags = tuple(token_id == feature_token_id for token_id in token_ids[start:end])
     if not any(flags):
         raise PromptError(f"no token of an image (ids {start} to {end - 1}) takes a feature row")

@@ -19,6 +19,7 @@ from processors.encode import EncodedPrompt, PromptEncoder
 from processors.errors import ProcessorError, UnsupportedProcessorError, shorten
 from processors.expand import TEXT_OUTPUTS, Expansion, ImageExpander, call_errors
 from processors.families import Family
+from processors.picture import Picture
 from processors.ranges import TypeRule, range_from_ids
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ class CheckedProcessor:
     Attributes:
         types: The rule for token types.
         counts: What the processor declares about token counts.
-        feature_id: The id at the positions that take a feature row.
+        feature_id: The id at the positions that take a feature row; None if no position takes one.
         tensor_names: Outputs that belong to an image.
         shapes: The (width, height) of the pictures that the processor's own call was compared over.
     """
 
     types: TypeRule
     counts: DeclaredCounts
-    feature_id: int
+    feature_id: int | None
     tensor_names: tuple[str, ...]
     shapes: tuple[tuple[int, int], ...]
 
@@ -80,21 +81,23 @@ def check_processor(
     name = type(processor).__name__
     text, pictures, whole = _own_call(name, expander)
     try:
-        expansions = [expander.expand(picture, {}, alone=len(pictures) == 1) for picture in pictures]
+        expansions = [expander.expand(Picture(picture), {}, alone=len(pictures) == 1) for picture in pictures]
     except ProcessorError as error:
         raise UnsupportedProcessorError(str(error)) from error
     encoded = encoder.encode(put_in(processor, family, list(cut_images(text, image_token)), expansions))
     _check_ids(name, [int(i) for i in whole["input_ids"][0]], list(encoded.token_ids))
     names = {output for expansion in expansions for output in expansion.tensors}
     for output, make in family.prompt_outputs.items():
-        if make(processor, encoded.token_ids).tolist() != whole[output].tolist():
+        made_here = make(processor, encoded.token_ids, [expansion.tensors for expansion in expansions])
+        if made_here.tolist() != whole[output].tolist():
             raise UnsupportedProcessorError(f"{name} makes another {output!r} than follows from the prompt's ids")
     unclaimed = set(whole) - TEXT_OUTPUTS - names - set(family.dropped_outputs) - set(family.prompt_outputs)
     if unclaimed:
         raise UnsupportedProcessorError(f"{name} returns outputs that belong to no image: {sorted(unclaimed)}")
     types = _type_rule(name, processor, whole, encoded)
-    feature_id = _feature_id(model_config, encoded)
+    feature_id = _feature_id(model_config, encoded) if family.takes_rows else None
     made = {picture.size: count_alone(picture, expander, encoder, feature_id, types) for picture in pictures}
+    expander.try_planes([_pattern(picture.size) for picture in pictures])
     return CheckedProcessor(
         types=types,
         counts=DeclaredCounts.find(processor, made, family.declares_counts),
@@ -105,14 +108,24 @@ def check_processor(
 
 
 def count_alone(
-    picture: Image.Image, expander: ImageExpander, encoder: PromptEncoder, feature_id: int, types: TypeRule
+    picture: Image.Image, expander: ImageExpander, encoder: PromptEncoder, feature_id: int | None, types: TypeRule
 ) -> ImageCounts:
     """What a picture takes that is the only one of its prompt."""
-    encoded = encoder.encode([Segment("image", expander.expand(picture, {}).text)])
+    encoded = encoder.encode([Segment("image", expander.expand(Picture(picture), {}).text)])
     return counts_of(encoded, encoded.image_spans[0], feature_id, types)
 
 
-def counts_of(encoded: EncodedPrompt, span: tuple[int, int], feature_id: int, types: TypeRule) -> ImageCounts:
+def _pattern(size: tuple[int, int]) -> Picture:
+    """A picture in which hardly two neighbouring values are equal, whatever the order of its dimensions."""
+    import numpy
+    from PIL import Image
+
+    width, height = size
+    values = (numpy.arange(3 * width * height) * 37 % 251).astype(numpy.uint8)
+    return Picture(Image.fromarray(values.reshape(height, width, 3)))
+
+
+def counts_of(encoded: EncodedPrompt, span: tuple[int, int], feature_id: int | None, types: TypeRule) -> ImageCounts:
     """What the image at `span` takes."""
     placed = range_from_ids(encoded.token_ids, span, feature_id)
     return ImageCounts(placed.num_embeds, types.count(encoded.token_ids, span), placed.length)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from processors.features import ImageFeatures
+
 __all__ = ["ImageItem", "PlaceholderRange", "ProcessedPrompt"]
 
 
@@ -29,7 +31,8 @@ class PlaceholderRange:
     Attributes:
         offset: Index of the range's first token in `ProcessedPrompt.token_ids`.
         length: Tokens in the range: feature rows, and row, tile and end tokens between or after them.
-        is_embed: One flag a token, True where a feature row is placed; None when every token takes one.
+        is_embed: One flag a token, True where a feature row is placed; None when every token takes one. All False
+            where images are read by cross attention.
     """
 
     offset: int
@@ -69,12 +72,14 @@ class ImageItem:
         tensors: The processor's outputs that belong to this image alone, named as the model's
             `get_image_features` names them and shaped as if the image had been processed alone.
         size: (width, height) of the upright picture before the processor resized it.
+        features: The image's rows, if these were given in place of a picture; `tensors` then hold no pixels.
     """
 
     key: str
     range: PlaceholderRange
     tensors: Mapping[str, torch.Tensor]
     size: tuple[int, int]
+    features: ImageFeatures | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import click
 
+from mmserve.cli.options import PATH
+
 __all__ = ["bench"]
 
 _SHAPE = "smolvlm-256m"
-_MODEL = click.option("--model", type=click.Path(path_type=Path), default=None, metavar="DIR", help="Model folder.")
+_MODEL = click.option("--model", type=PATH, default=None, metavar="DIR", help="Model folder.")
 
 
 def _say(text: str) -> None:
@@ -30,7 +32,7 @@ def bench() -> None:
 @click.option(
     "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs of a figure; the best counts."
 )
-@click.option("--plot", type=click.Path(path_type=Path), default=None, help="Save a PNG of the ratios here.")
+@click.option("--plot", type=PATH, default=None, help="Save a PNG of the ratios here.")
 def compare(model: Path | None, shape: str, dtype: str, only: tuple[str, ...], repeats: int, plot: Path | None) -> None:
     """This engine against transformers' generate(), same model, same tokens, in one run."""
     from mmserve.bench.compare import Workload, render, run

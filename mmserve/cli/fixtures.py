@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from mmserve.cli.options import model_options, open_pipeline
+from mmserve.cli.options import PATH, model_options, open_pipeline
 
 __all__ = ["fixtures"]
 
-_FOLDER = click.argument("folder", type=click.Path(path_type=Path))
+_FOLDER = click.argument("folder", type=PATH)
 
 
 @click.group()

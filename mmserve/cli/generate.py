@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from mmserve.cli.options import model_options, open_pipeline
+from mmserve.cli.options import PATH, model_options, open_pipeline
 
 __all__ = ["demo", "describe", "generate"]
 
@@ -60,7 +60,7 @@ def describe(**model: str | None) -> None:
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), default=Path("demo-out"), show_default=True, help="Folder.")
+@click.option("--out", type=PATH, default=Path("demo-out"), show_default=True, help="Folder.")
 @model_options
 def demo(out: Path, **model: str | None) -> None:
     """Draw a few pictures, ask about them, and save one sheet with pictures, questions, answers and times."""

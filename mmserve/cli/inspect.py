@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mmserve.cli.options import PATH
+
 if TYPE_CHECKING:
     from mmserve.inspect.view import PromptView
 
@@ -20,7 +22,7 @@ __all__ = ["inspect"]
 @click.option("--raw", is_flag=True, help="Take the prompt verbatim, without the chat template.")
 @click.option("--model", default=None, metavar="DIR", help="Model folder or hub id; default: the demo model.")
 @click.option("--revision", default=None, help="Branch, tag or commit of a hub model.")
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Save the sheet (PNG) here.")
+@click.option("--out", type=PATH, default=None, help="Save the sheet (PNG) here.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 def inspect(
     images: tuple[str, ...],

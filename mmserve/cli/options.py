@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -10,9 +11,22 @@ import click
 if TYPE_CHECKING:
     from mmserve.pipeline import MMPipeline
 
-__all__ = ["model_options", "open_pipeline"]
+__all__ = ["PATH", "model_options", "open_pipeline"]
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+class _PathType(click.Path):
+    """A path; one with a NUL character, which no file can have, is a usage error."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "\0" in str(value):
+            self.fail("a path can not hold a NUL character", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = _PathType(path_type=Path)
+"""The type of every path on the command line."""
 
 
 def model_options(command: CommandT) -> CommandT:

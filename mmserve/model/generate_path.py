@@ -118,6 +118,10 @@ class GenerateModel:
         """The whole prompt as one span: it is computed in one piece and never met by a prefix hit."""
         if not prompt.token_ids:
             raise InputError("the prompt is empty")
+        if any(image.features is not None for image in prompt.images):
+            raise InputError(
+                "this model runs through generate(), which encodes pictures itself: give the picture, not its features"
+            )
         length = len(prompt.token_ids)
         return PromptPlan(positions=torch.arange(length)[None], spans=((0, length),))
 

@@ -13,9 +13,10 @@ from torch import nn
 
 from mmserve.errors import InputError, ModelOutputError, RequestError
 from mmserve.model.interface import ImageRows
+from processors.features import ImageFeatures
 from processors.types import ImageItem
 
-__all__ = ["LAYER_PREFIX", "ImageEncoder", "find_image_features", "merge_extra"]
+__all__ = ["LAYER_PREFIX", "ImageEncoder", "deepstack_layers", "find_image_features", "merge_extra"]
 
 LAYER_PREFIX = "layer "
 """Name of extra rows that are added before the layer whose number follows."""
@@ -30,19 +31,26 @@ def find_image_features(model: nn.Module) -> Callable[..., Any] | None:
     return None
 
 
+def deepstack_layers(config: Any) -> int:
+    """How many text layers get rows of their own from each image, by the model's config; 0 for most."""
+    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+
+
 @dataclass(frozen=True, slots=True)
 class ImageEncoder:
-    """Encodes images one by one through the model's own `get_image_features`.
+    """Encodes images one by one through the model's own `get_image_features`, or takes the rows that were given.
 
     Attributes:
         features: That method. width: W, the text model's embedding width.
         dtype: The text model's, which rows are cast to. device: Where the model is.
+        deepstack: Layers that get rows of their own from each image.
     """
 
     features: Callable[..., Any]
     width: int
     dtype: torch.dtype
     device: torch.device
+    deepstack: int = 0
 
     def __call__(self, images: Sequence[ImageItem]) -> list[ImageRows | Exception]:
         """One result an image: its rows, or the RequestError that is this image's alone."""
@@ -54,8 +62,28 @@ class ImageEncoder:
                 results.append(error)
         return results
 
+    def check_given(self, given: ImageFeatures) -> None:
+        """Raises InputError if rows that were given in place of a picture are not such as this model makes."""
+        if given.rows.shape[-1] != self.width:
+            raise InputError(f"the rows of image features are {given.rows.shape[-1]} wide, the model's {self.width}")
+        layers = 0 if given.deepstack is None else given.deepstack.shape[0]
+        if layers != self.deepstack:
+            raise InputError(
+                f"the image features have DeepStack rows for {layers} layers, the model takes them for {self.deepstack}"
+            )
+
+    def _given(self, given: ImageFeatures) -> ImageRows:
+        self.check_given(given)
+        tensors = [given.rows] if given.deepstack is None else [given.rows, given.deepstack]
+        own = [tensor.to(self.device, self.dtype, copy=True) for tensor in tensors]
+        if not all(torch.isfinite(tensor).all() for tensor in own):
+            raise InputError(f"the image features are not finite in the model's {self.dtype}")
+        return ImageRows(rows=own[0], extra={"deepstack": own[1]} if len(own) > 1 else {})
+
     @torch.inference_mode()
     def _encode(self, image: ImageItem) -> ImageRows:
+        if image.features is not None:
+            return self._given(image.features)
         tensors = {name: tensor.to(self.device) for name, tensor in image.tensors.items()}
         unknown = tensors.keys() - inspect.signature(self.features).parameters.keys()
         if unknown:

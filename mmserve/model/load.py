@@ -19,7 +19,7 @@ from mmserve.model import text_attention
 from mmserve.model.build import build_model
 from mmserve.model.checkpoint import Checkpoint, open_checkpoint
 from mmserve.model.generate_path import GenerateModel
-from mmserve.model.image_rows import ImageEncoder, find_image_features
+from mmserve.model.image_rows import ImageEncoder, deepstack_layers, find_image_features
 from mmserve.model.leftovers import Leftovers
 from mmserve.model.loaded import LoadedModel
 from mmserve.model.model_config import read_config
@@ -221,7 +221,7 @@ def _paged_model(loaded: LoadedModel, profile: AttentionProfile, wish: _Wish) ->
     replaced = _replace(model, layers, wish)
     paged = _assemble(loaded, layers, profile.span_rule, replaced, stage)
     check_agreement(paged, expected, wish.block_size, dtype)
-    if replaced and stage is None:
+    if wish.replace and stage is None:
         # On ranks that share layers all see the same bits, and decide alike.
         paged.skip_outer_modules(trial_batches(paged, wish.block_size, loaded.device))
     return paged
@@ -251,10 +251,11 @@ def _assemble(
 ) -> PagedModel:
     features = find_image_features(loaded.model)
     embeddings = loaded.model.get_input_embeddings().weight
+    layered = deepstack_layers(loaded.model.config)
     return PagedModel(
         loaded.model,
         layers,
-        ImageEncoder(features, embeddings.shape[1], embeddings.dtype, loaded.device) if features else None,
+        ImageEncoder(features, embeddings.shape[1], embeddings.dtype, loaded.device, layered) if features else None,
         rule,
         vocab_size=loaded.vocab_size,
         forbidden_token_ids=loaded.forbidden_token_ids,

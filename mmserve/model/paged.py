@@ -142,7 +142,8 @@ class PagedModel:
 
         Raises:
             InputError: An id outside the images is not in the embedding table, the prompt has images and
-                the model takes none, or the images do not fit their ranges.
+                the model takes none, the images do not fit their ranges, or rows that were given in place of a
+                picture do not fit the model.
         """
         self._check(prompt)
         spans = self._span_rule(prompt)
@@ -251,6 +252,9 @@ class PagedModel:
     def _check(self, prompt: ProcessedPrompt) -> None:
         if prompt.images and self._encoder is None:
             raise InputError("this model takes no images")
+        for image in prompt.images:
+            if image.features is not None and self._encoder is not None:
+                self._encoder.check_given(image.features)
         covered = {position for image in prompt.images for position in image.range.embed_positions()}
         for position, token in enumerate(prompt.token_ids):
             if not 0 <= token < self._num_embeddings and position not in covered:

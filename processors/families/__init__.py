@@ -3,6 +3,7 @@
 spec        the form of an entry
 framing     text that a processor puts around the prompt
 numbering   images that are numbered in the prompt
+mllama      images beside the prompt, read by cross attention
 idefics2    boundary tokens that touching images share
 table       processor class -> its entry
 """

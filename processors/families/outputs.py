@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["expert_types", "replacement_of_outputs"]
 
 
-def expert_types(processor: Any, token_ids: Sequence[int]) -> torch.Tensor:
+def expert_types(processor: Any, token_ids: Sequence[int], images: Sequence[Mapping[str, Any]]) -> torch.Tensor:
     """ERNIE 4.5 VL: which experts a token goes to, [1, T]; like token types, but with the tokens around an image."""
     import torch
 

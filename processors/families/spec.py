@@ -16,8 +16,9 @@ Layout = Callable[[Any, Sequence[Segment]], list[Segment]]
 Complete = Callable[[Any, Mapping[str, object]], None]
 """(processor, the model's configuration): fill in what the processor's files left out."""
 
-PromptOutput = Callable[[Any, Sequence[int]], Any]
-"""(processor, ids of the whole prompt) -> one output that belongs to the prompt, a tensor [1, T]."""
+PromptOutput = Callable[[Any, Sequence[int], Sequence[Mapping[str, Any]]], Any]
+"""(processor, ids of the whole prompt, tensors of each image) -> one output that belongs to the prompt, a tensor
+[1, T, ...]; None if this prompt has none."""
 
 Replacement = Callable[[Any, Mapping[str, Any]], str]
 """(processor, outputs for one image) -> the text that stands for the image."""
@@ -39,7 +40,9 @@ class Family:
         company: Whether an image among others is processed in another way than an image alone.
         layout: What the processor does to a prompt's text beyond expanding image tokens.
         dropped_outputs: Outputs that no model reads while it generates, e.g. training labels.
-        prompt_outputs: Outputs that belong to the whole prompt, by name, and how they follow from its ids.
+        prompt_outputs: Outputs that belong to the whole prompt, by name, and how they follow from ids and images.
+        special_tokens: Whether the tokenizer's own special tokens are put around a prompt, if its settings say so.
+        takes_rows: Whether an image's tokens take feature rows; not where images are read by cross attention.
         needs_image: Text alone is refused by the processor.
         refused: Why this processor can not be used; None if it can.
     """
@@ -56,5 +59,7 @@ class Family:
     layout: Layout | None = None
     dropped_outputs: tuple[str, ...] = ()
     prompt_outputs: Mapping[str, PromptOutput] = field(default_factory=dict)
+    special_tokens: bool = True
+    takes_rows: bool = True
     needs_image: bool = False
     refused: str | None = None

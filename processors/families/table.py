@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from processors.families import framing, idefics2, llava, numbering, outputs
+from processors.families import framing, idefics2, llava, mllama, numbering, outputs
 from processors.families.spec import Family
 
 __all__ = ["FAMILIES", "family_of"]
@@ -54,7 +54,13 @@ FAMILIES = MappingProxyType(
         "MiniCPMOcrProcessor": _NUMBERED,
         "MiniCPMV4_6Processor": _NUMBERED,
         "MiniCPMV4_7Processor": _NUMBERED,
-        "MllamaProcessor": Family(refused="its images are read by cross attention, not through rows in the prompt"),
+        "MllamaProcessor": Family(
+            replacement=mllama.own_token,
+            layout=mllama.bos_behind_first_images,
+            prompt_outputs={"cross_attention_mask": mllama.cross_attention_mask},
+            special_tokens=False,
+            takes_rows=False,
+        ),
         "Molmo2Processor": Family(layout=framing.begin_with_bos),
         "PI0Processor": Family(refused="a robot policy: it makes actions, not text"),
         "PPChart2TableProcessor": _NO_PLACE,

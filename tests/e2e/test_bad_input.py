@@ -214,3 +214,30 @@ def test_a_picture_too_large_is_refused_by_its_header(tmp_path: Path) -> None:
     Image.new("1", (3000, 3000)).save(tmp_path / "large.png")
     with MMPipeline(max_image_pixels=1_000_000) as pipe, pytest.raises(InputError, match=r"3000.*1000000|1,000,000"):
         pipe.generate(tmp_path / "large.png", "?")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "processors", "--model", "/no/such/folder"], "there is no folder"),
+        (["bench", "processors", "--model", "docs"], "holds no config.json"),
+        (["bench", "processors", "--model", "a\0b"], "NUL"),
+        (["fixtures", "record", "a\0b"], "NUL"),
+        (["fixtures", "check", "a\0b"], "NUL"),
+    ],
+)
+def test_a_folder_that_can_not_be_is_one_line(arguments: list[str], message: str) -> None:
+    from click.testing import CliRunner
+
+    from mmserve.cli.main import main
+
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code in (1, 2)
+    assert isinstance(done.exception, SystemExit)
+    assert message in done.output
+
+
+def test_a_broken_chat_template_fails_at_load(broken: Path) -> None:
+    (broken / "chat_template.jinja").write_text("{% for message in messages %}", encoding="utf-8")
+    with pytest.raises(ModelLoadError, match="can not render a plain question"):
+        MMPipeline(broken)

@@ -189,7 +189,7 @@ def _without_pictures(batch: ScheduledBatch) -> ScheduledBatch:
     """Later stages never see pixels."""
 
     def plain(new: NewRequest) -> NewRequest:
-        images = tuple(replace(image, tensors={}) for image in new.prompt.images)
+        images = tuple(replace(image, tensors={}, features=None) for image in new.prompt.images)
         return replace(new, prompt=replace(new.prompt, images=images))
 
     return _with_new(batch, plain)

@@ -14,6 +14,7 @@ from processors import MediaError, OptionError, ProcessedPrompt, PromptError, Pr
 from processors.cache import ExpansionCache
 from processors.expand import Expansion
 from processors.hashing import canonical, image_key
+from processors.picture import Picture
 
 Maker = Callable[[str], PromptProcessor]
 
@@ -136,8 +137,9 @@ def test_keys_tell_sizes_palettes_and_processors_apart() -> None:
     flat = [noise(30, 150), noise(150, 30)]
     flat = [picture.point(lambda _: 7) for picture in flat]
     assert flat[0].tobytes() == flat[1].tobytes()
-    keys = {image_key(flat[0], {}, "p"), image_key(flat[1], {}, "p"), image_key(flat[0], {}, "q")}
-    keys |= {image_key(flat[0], {"a": 1}, "p"), image_key(flat[0], {}, "p", "name")}
+    one, turned = (Picture(picture) for picture in flat)
+    keys = {image_key(one, {}, "p"), image_key(turned, {}, "p"), image_key(one, {}, "q")}
+    keys |= {image_key(one, {"a": 1}, "p"), image_key(one, {}, "p", "name")}
     assert len(keys) == 5
     assert all(len(key) == 64 for key in keys)
     assert canonical({"a": 1, "b": 2}) == canonical({"b": 2, "a": 1})
@@ -148,16 +150,21 @@ def _expansion(size: int) -> Expansion:
 
 
 def test_the_cache_keeps_to_its_bytes() -> None:
-    cache = ExpansionCache(100)
+    cache = ExpansionCache(10_000)
     for name in "abc":
-        cache.put(name, _expansion(40))
+        cache.put(name, _expansion(3000))
     assert cache.get("a") is None
     assert cache.get("b") is not None
-    cache.put("d", _expansion(40))
+    cache.put("d", _expansion(3000))
     assert cache.get("c") is None  # b was asked for later
-    cache.put("e", _expansion(101))
+    cache.put("e", _expansion(10_001))
     assert cache.get("e") is None
-    assert cache.stats() == {"entries": 2, "bytes": 80, "max_bytes": 100, "hits": 1, "misses": 3}
+    stats = cache.stats()
+    assert 6000 < stats.pop("bytes") <= 10_000
+    assert stats == {"entries": 2, "max_bytes": 10_000, "hits": 1, "misses": 3}
+    for number in range(100):  # without tensors an entry takes room too
+        cache.put(f"empty {number}", Expansion("x", {}))
+    assert cache.stats()["entries"] < 10
     cache.clear()
     assert cache.stats()["bytes"] == 0
     with pytest.raises(ValueError, match="negative"):

@@ -71,3 +71,19 @@ def test_a_narrow_picture_is_refused_before_its_short_side_is_set(processor_of: 
         processor_of("llava").process("x", [narrow])
     with pytest.raises(OptionError, match="short side of 40"):
         processor_of("llava").process("x", [narrow], options={"size": {"shortest_edge": 40}})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_std": [0, 0, 0]}, "must not hold 0, by which pixels would be divided"),
+        ({"image_std": [0.5, 0.5, 0.0]}, "must not hold 0"),
+        ({"image_mean": [float("inf"), 0, 0]}, "must be finite"),
+        ({"rescale_factor": float("nan")}, "must be finite"),
+    ],
+)
+def test_a_scale_that_makes_no_numbers_is_refused(
+    processor_of: Maker, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        processor_of("llava").process("x", [noise(20, 20)], options=options)

@@ -98,8 +98,8 @@ def test_folders_without_a_processor(builders: Any, tmp_path: Path, case: str) -
 
 
 def test_refused_families_say_why(builders: Any) -> None:
-    with pytest.raises(UnsupportedProcessorError, match="cross attention"):
-        PromptProcessor.from_processor(builders.build("mllama"))
+    with pytest.raises(UnsupportedProcessorError, match="in front of the prompt itself"):
+        PromptProcessor.from_processor(builders.build("fuyu"))
     for name, family in FAMILIES.items():
         assert family != Family(), f"{name} says nothing"
 
@@ -153,3 +153,13 @@ def test_the_package_is_light_and_stands_alone() -> None:
         "assert not heavy, heavy; assert set(dir(processors)) >= set(processors.__all__)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for", "{{ 1/0 }}", "{{ messages[0].nope.x }}", "{{ raise_exception('no') }}", "always the same"]
+)
+def test_a_template_that_renders_no_question_is_refused_at_load(builders: Any, template: str) -> None:
+    processor = builders.build("llava")
+    processor.chat_template = template
+    with pytest.raises(UnsupportedProcessorError, match="can not render a plain question"):
+        PromptProcessor.from_processor(processor)

@@ -114,6 +114,21 @@ def test_what_belongs_to_the_whole_prompt_is_not_an_images(processor_of: Maker) 
     assert processor.process("no image").prompt_tensors["moe_mm_token_type_ids"].sum() == 0
 
 
+@pytest.mark.parametrize("prompt", ["<image>What?", "a<image><image> b", "<image><image>", "a<image>b<image>"])
+def test_images_beside_the_prompt_are_told_by_a_mask(processor_of: Maker, prompt: str) -> None:
+    """Mllama: one token an image that takes no row, and a cross-attention mask over the whole prompt."""
+    processor = processor_of("mllama")
+    pictures = [noise(97, 61, 1), noise(40, 300, 2)][: prompt.count("<image>")]
+    ours = processor.process(prompt, pictures, raw=True)
+    own = processor._loaded.expander.call(prompt, pictures, {})
+    assert list(ours.token_ids) == own["input_ids"][0].tolist()
+    assert torch.equal(ours.prompt_tensors["cross_attention_mask"], own["cross_attention_mask"])
+    for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"):
+        assert torch.equal(torch.cat([image.tensors[name] for image in ours.images], dim=1), own[name])
+    assert [(i.range.length, i.range.num_embeds) for i in ours.images] == [(1, 0)] * len(pictures)
+    assert not processor.process("text").prompt_tensors
+
+
 def test_paligemma_needs_an_image(processor_of: Maker) -> None:
     from processors import PromptError
 

@@ -75,9 +75,9 @@ def test_cast_to_the_texts_dtype_in_storage_of_their_own() -> None:
     [
         (lambda _: output(ROWS[:5]), "made 5 rows for an image whose range takes 6"),
         (lambda _: output([]), "gives no rows at all"),
-        (lambda _: output(None), "BaseModelOutputWithPooling without features in pooler_output"),
+        (lambda _: output(None), "BaseModelOutputWithPooling with neither pooler_output nor last_hidden_state"),
         (lambda _: output("rows"), "gives str, not rows"),
-        (lambda _: None, "gives NoneType without features"),
+        (lambda _: None, "gives NoneType with neither"),
         (lambda _: output(ROWS.view(8, 3)), r"shape \(8, 3\) do not end in the text width 4"),
         (lambda _: output(torch.tensor(1.0)), r"shape \(\) do not end in"),
         (lambda _: output(ROWS / 0), "not finite in torch.float16"),

@@ -306,7 +306,7 @@ def test_everything_at_once_and_what_is_said_of_it() -> None:
     specs = specs_of(model)
     said = [replacement.describe() for replacement in replace_layers(model, specs, frozenset(specs))]
     assert [(entry["count"], entry["declined"]) for entry in said] == [
-        (2, None), (1, None), (15, None), (1, None), (2, None), (1, None),
+        (2, None), (1, None), (1, None), (15, None), (1, None), (2, None), (1, None),
     ]  # fmt: skip
     assert isinstance(model.lm_head, FewRowLinear)
     assert isinstance(model.model.vision_model.encoder.layers[0].mlp.activation_fn, nn.Module)
