@@ -136,6 +136,10 @@ def test_models_that_can_not_be_staged_say_why() -> None:
         keep_stage(empty("llama"), place)
     with pytest.raises(UnsupportedModelError, match="carries no pipeline plan"):
         keep_stage(empty("mllama"), place)
+    with pytest.raises(UnsupportedModelError, match="embeddings of their own, and read the caches"):
+        keep_stage(empty("gemma4"), place)
+    with pytest.raises(UnsupportedModelError, match="image rows come in before layers.* take tensor_parallel instead"):
+        keep_stage(empty("granite4_vision"), place)
     several = empty("llama")
     several._pp_plan = {**several.pp_plan, "model.layers.0.others": None}
     several.model.layers[0].others = nn.ModuleList([nn.Identity()])
