@@ -36,6 +36,8 @@ TENSOR = {
     "aria": {},  # experts packed along the last dimension
     "kimi_k25": {},  # latent attention, shared experts
     "muse_glimmer": {},  # a plan for the tower too
+    "gemma4": {},  # embeddings for every layer, shared caches
+    "granite4_vision": {},  # image rows before layers of given numbers
     "qwen3_5": {},  # through generate(), with recurrent layers
 }
 PIPELINE = {

@@ -138,7 +138,7 @@ def test_models_that_can_not_be_staged_say_why() -> None:
         keep_stage(empty("mllama"), place)
     with pytest.raises(UnsupportedModelError, match="embeddings of their own, and read the caches"):
         keep_stage(empty("gemma4"), place)
-    with pytest.raises(UnsupportedModelError, match="image rows come in before layers.* take tensor_parallel instead"):
+    with pytest.raises(UnsupportedModelError, match=r"image rows come in before layers.* take tensor_parallel instead"):
         keep_stage(empty("granite4_vision"), place)
     several = empty("llama")
     several._pp_plan = {**several.pp_plan, "model.layers.0.others": None}
