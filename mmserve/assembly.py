@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from mmserve.engine.core import Engine
     from mmserve.model.interface import Model
+    from mmserve.parallel.rank import RankShape
+    from mmserve.parallel.workers.driver import Team
     from mmserve.types import GenerationRequest
     from processors import PromptProcessor
 
@@ -49,24 +51,77 @@ def assemble(
         ConfigError: An option does not fit this model.
         ModelLoadError: The model can not be loaded; nothing was started.
     """
-    from mmserve.engine.core import Engine
     from mmserve.model import load_model
-    from mmserve.model.generation import load_generation_config
 
     processor = load_processor(folder, config, trust_remote_code=trust_remote_code)
-    model = load_model(
-        folder,
-        dtype=dtype,
-        device=device,
+
+    def load(rank: RankShape | None) -> Model:
+        return load_model(
+            folder,
+            dtype=dtype,
+            device=device,
+            attention_backend=config.attention_backend,
+            block_size=config.block_size,
+            replace=config.replace_layers,
+            trust_remote_code=trust_remote_code,
+            allow_pickled_weights=config.allow_pickled_weights,
+            ignore_weights=config.ignore_weights,
+            rank=rank,
+        )
+
+    if config.tensor_parallel * config.pipeline_parallel == 1:
+        model = load(None)
+        return Parts(folder, processor, model, _make_engine(folder, processor, model, config, None, trust_remote_code))
+    team = _start_team(folder, config, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    try:
+        model = load(team.rank)
+        engine = _make_engine(folder, processor, model, config, team, trust_remote_code)
+    except RuntimeError as error:  # what a broken exchange raises: a worker can say why
+        reason = team.explain(error)
+        team.kill()
+        raise reason from error
+    except BaseException:
+        team.kill()
+        raise
+    return Parts(folder, processor, model, engine)
+
+
+def _start_team(
+    folder: Path, config: EngineConfig, *, dtype: str | torch.dtype, device: str | torch.device, trust_remote_code: bool
+) -> Team:
+    from mmserve.model.precision import resolve_device
+    from mmserve.parallel.layout import Layout
+    from mmserve.parallel.workers.driver import start_team
+
+    return start_team(
+        str(folder),
+        Layout(config.tensor_parallel, config.pipeline_parallel),
+        dtype=str(dtype),
+        device=resolve_device(device),
         attention_backend=config.attention_backend,
         block_size=config.block_size,
         replace=config.replace_layers,
         trust_remote_code=trust_remote_code,
         allow_pickled_weights=config.allow_pickled_weights,
         ignore_weights=config.ignore_weights,
+        plan=config.tensor_parallel_plan,
+        timeout=config.rank_timeout,
     )
+
+
+def _make_engine(
+    folder: Path,
+    processor: PromptProcessor,
+    model: Model,
+    config: EngineConfig,
+    team: Team | None,
+    trust_remote_code: bool,
+) -> Engine:
+    from mmserve.engine.core import Engine
+    from mmserve.model.generation import load_generation_config
+
     about = model.describe()
-    engine = Engine(
+    return Engine(
         model,
         processor.tokenizer,
         config,
@@ -74,8 +129,8 @@ def assemble(
         generation_config=_checked_defaults(load_generation_config(folder, trust_remote_code=trust_remote_code)),
         device=about["device"],
         worst_prompt=lambda num_tokens: worst_prompt(processor, num_tokens, config.max_images_per_step),
+        team=team,
     )
-    return Parts(folder, processor, model, engine)
 
 
 def worst_prompt(processor: PromptProcessor, num_tokens: int, max_images: int) -> ProcessedPrompt:

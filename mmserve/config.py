@@ -67,6 +67,25 @@ class EngineConfig(Schema):
     processor_cache_memory: Int = Field(
         default=GiB // 4, ge=0, description="Bytes of processed images kept, so that one seen before is not processed."
     )
+    tensor_parallel: Int = Field(
+        default=1, ge=1, le=64, description="Processes that share each layer of the model; this one is the first."
+    )
+    pipeline_parallel: Int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Stages that the model's layers are dealt to, tensor_parallel processes each.",
+    )
+    tensor_parallel_plan: dict[str, str] | None = Field(
+        default=None,
+        description="Patterns of module names (numbers as *) and the style of each; None: the model's own plan.",
+    )
+    rank_timeout: Float = Field(
+        default=600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds after which a process of a parallel engine that is silent counts as lost.",
+    )
     attention_backend: str = Field(default="auto", description="'auto', or the name of one backend to force.")
     replace_layers: Bool = Field(
         default=True, description="Let faster layers take the place of the model's own where they give the same."
@@ -111,4 +130,9 @@ class EngineConfig(Schema):
         given = [n for n in ("num_blocks", "kv_cache_memory", "memory_budget") if getattr(self, n) is not None]
         if len(given) > 1:
             raise ValueError(f"the cache's size is given by one of these, not by {' and '.join(given)}")
+        if self.memory_budget is not None and self.tensor_parallel * self.pipeline_parallel > 1:
+            raise ValueError(
+                "memory_budget is for one process, and tensor_parallel and pipeline_parallel make several: "
+                "give kv_cache_memory or num_blocks, which count for each of them"
+            )
         return self

@@ -17,6 +17,7 @@
     │   └── ModelOutputError        the model produced wrong row counts or values that are not finite
     ├── EngineError                 fatal: the engine as a whole
     │   ├── EngineDeadError         a step failed; every waiter and every later call hears why
+    │   ├── WorkerError             a process of a parallel engine has died, failed or fallen silent
     │   └── PipelineClosedError     used after close()
     ├── FixtureError                a golden fixture can not be read or written
     └── ConformanceError            packed answers differ from those of generate(); says where and how
@@ -47,6 +48,7 @@ __all__ = [
     "RequestError",
     "UnsupportedModelError",
     "WeightsError",
+    "WorkerError",
 ]
 
 
@@ -116,6 +118,10 @@ class EngineError(MMServeError):
 
 class EngineDeadError(EngineError):
     """A step failed in a way that no single request can be blamed for."""
+
+
+class WorkerError(EngineError):
+    """A process of a parallel engine has died, failed or fallen silent; says which, and what it said last."""
 
 
 class PipelineClosedError(EngineError):

@@ -145,6 +145,12 @@ class ScheduledBatch:
     dropped_images: tuple[str, ...]
     finished: tuple[str, ...]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether a runner would do nothing at all."""
+        forgotten = self.preempted or self.dropped_images or self.finished
+        return not (self.new or self.chunks or self.scrubbed or self.copies or self.encode or forgotten)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:

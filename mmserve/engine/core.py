@@ -36,6 +36,7 @@ from mmserve.engine.request import Request
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import Scheduler, SchedulerLimits
 from mmserve.engine.sizing import resolve_limits
+from mmserve.engine.steps import LocalSteps, StepRunner, Team
 from mmserve.engine.ticket import Ticket
 from mmserve.errors import InvalidRequestError
 from mmserve.model.interface import Model
@@ -56,9 +57,11 @@ class Engine:
         generation_config: The model's defaults for sampling (a GenerationConfig, a mapping, or None).
         device: Where the model computes.
         worst_prompt: Makes the prompt of the worst step, of so many tokens, if `memory_budget` asks for a trial of it.
+        team: The other processes of a parallel engine, whose first rank `model` is; None: there are none.
 
     Raises:
-        ConfigError: The options do not fit this model, or not the memory.
+        ConfigError: The options do not fit this model, or not the memory, or not several processes.
+        MMServeError: A worker of the team could not load its part.
     """
 
     def __init__(
@@ -71,8 +74,10 @@ class Engine:
         generation_config: Any = None,
         device: Any = "cpu",
         worst_prompt: Callable[[int], ProcessedPrompt] | None = None,
+        team: Team | None = None,
     ) -> None:
         self._model = model
+        self._team = team
         self._config = config
         self._generation_config = generation_config
         # Copies of its own: a fast tokenizer must not be read in one thread while another changes its settings, as
@@ -80,10 +85,9 @@ class Engine:
         self._encoder = copy.deepcopy(tokenizer)
         self._encoder_lock = threading.Lock()
         self._decoder = TextDecoder(copy.deepcopy(tokenizer))
+        cache = model.cache_spec() if team is None else team.largest_cache(model.cache_spec())
         self._memory = plan_memory(config, model, torch.device(device), worst_prompt)
-        self.limits: SchedulerLimits = resolve_limits(
-            config, model.cache_spec(), model.max_position, self._memory.kv_cache
-        )
+        self.limits: SchedulerLimits = resolve_limits(config, cache, model.max_position, self._memory.kv_cache)
         self._unsampled = unsampled_ids(model.forbidden_token_ids, tokenizer, model.vocab_size, generation_config)
         # A model that keeps state of its own must compute every token itself.
         self._prefix_caching = config.enable_prefix_caching and not model.needs_sequences
@@ -100,9 +104,13 @@ class Engine:
             max_model_len=self.limits.max_model_len,
             unsampled=self._unsampled,
             device=device,
+            samples=team is None or team.samples_here,
         )
         self._arrivals = itertools.count()
-        self._loop = EngineLoop(self._scheduler, self._runner, config.max_queue)
+        steps: StepRunner = (
+            LocalSteps(self._runner) if team is None else team.run_with(self._runner, self.limits, self._unsampled)
+        )
+        self._loop = EngineLoop(self._scheduler, steps, config.max_queue)
         # The loop knows nothing of this object: dropping it, or leaving the program, ends the thread too.
         self._finalizer = weakref.finalize(self, self._loop.close)
 
@@ -146,6 +154,11 @@ class Engine:
         arrival = now if arrival is None else arrival
         self._loop.check_alive()
         request_id = secrets.token_hex(8) if request_id is None else request_id
+        if logits_processors and self._team is not None and not self._team.samples_here:
+            raise InvalidRequestError(
+                "logits_processors run where tokens are chosen, which under pipeline_parallel is another process: "
+                "use tensor_parallel alone with them"
+            )
         if "#" in request_id:
             raise InvalidRequestError(f"a request id has no '#' (it marks further answers), unlike {request_id!r}")
         sampling = self._resolve(prompt, sampling or SamplingParams())
@@ -177,6 +190,7 @@ class Engine:
             "prefix_caching": self._prefix_caching,
             "memory": dataclasses.asdict(self._memory),
             "sampling_defaults": describe_defaults(self._generation_config),
+            "workers": [] if self._team is None else self._team.describe(),
         }
 
     def close(self) -> None:

@@ -23,9 +23,9 @@ from typing import Any
 from mmserve.engine.batch import NewRequest, SampledToken, ScheduledBatch, StepOutput
 from mmserve.engine.handle import RequestHandle
 from mmserve.engine.request import Request
-from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import Scheduler
 from mmserve.engine.stats import StatsRecorder
+from mmserve.engine.steps import StepRunner
 from mmserve.engine.ticket import Ticket
 from mmserve.errors import (
     DeadlineExceeded,
@@ -68,7 +68,7 @@ class EngineLoop:
         max_queue: Most requests waiting.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, max_queue: int) -> None:
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, max_queue: int) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._max_queue = max_queue
@@ -76,6 +76,7 @@ class EngineLoop:
         self._tickets: dict[str, Ticket] = {}  # by the id of each answer
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._num_deadlines = 0
+        self._begun: deque[tuple[ScheduledBatch, float]] = deque()  # steps that have not ended, and when they began
         # Shared with callers, under the lock:
         self._lock = threading.Condition()
         self._inbox: deque[Submission | Ticket] = deque()  # a ticket: abort it
@@ -163,25 +164,33 @@ class EngineLoop:
         try:
             while self._take_inbox():
                 self._expire()
-                if self._scheduler.has_work():
+                if self._begun or self._scheduler.has_work():
                     self._step()
         except BaseException as error:  # noqa: BLE001 - the border of the engine's life: everyone must hear of it
             self._death = error
         self._end()
 
     def _step(self) -> None:
+        """Begin a step if there is one to begin; wait for the oldest when there is not, or when enough have begun."""
         began = time.monotonic()
         batch = self._scheduler.schedule()
-        if not (batch.chunks or batch.finished):
-            raise RuntimeError("requests are waiting but nothing can be scheduled: the scheduler's books are wrong")
-        output = self._runner.run(batch)
+        if batch.is_empty:
+            if not self._begun:
+                raise RuntimeError("requests are waiting but nothing can be scheduled: the scheduler's books are wrong")
+        else:
+            self._runner.begin(batch)
+            self._begun.append((batch, began))
+            if len(self._begun) < self._runner.depth and self._scheduler.has_idle():
+                return
+        batch, began = self._begun.popleft()
+        output = self._runner.end()
         self._scheduler.update(batch, output)
         self._deliver(batch, output, began)
 
     def _take_inbox(self) -> bool:
         """Take in what callers have asked for, waiting for it if there is nothing else to do; False to end."""
         with self._lock:
-            self._lock.wait_for(lambda: self._inbox or self._closing or self._scheduler.has_work())
+            self._lock.wait_for(lambda: self._inbox or self._closing or self._begun or self._scheduler.has_work())
             if self._closing:
                 return False
             items = list(self._inbox)
@@ -216,16 +225,20 @@ class EngineLoop:
         now = time.monotonic()
         self._stats.record(batch, output, began, now)
         for new in batch.new:
-            request, answers = self._scheduler.get(new.request_id), self._tickets[new.request_id].answers
+            ticket = self._tickets.get(new.request_id)
+            if ticket is None:
+                continue  # it was given up while the step ran
+            request, answers = self._scheduler.get(new.request_id), ticket.answers
             for answer_id in (new.request_id, *(fork.request_id for fork in new.forks)):
                 answers[answer_id].first_scheduled = began
                 answers[answer_id].num_cached = request.num_cached if request is not None else 0
         for request_id, seconds in output.encode_seconds.items():
-            for answer in self._tickets[request_id].answers.values():
-                answer.encode_seconds += seconds
+            if (ticket := self._tickets.get(request_id)) is not None:
+                for answer in ticket.answers.values():
+                    answer.encode_seconds += seconds
         for request_id, report in output.prompt_reports.items():
-            ticket = self._tickets[request_id]
-            self._guarded(ticket, lambda a=ticket.answers[request_id], r=report: a.take_prompt_report(r))  # type: ignore[misc]
+            if (ticket := self._tickets.get(request_id)) is not None:
+                self._guarded(ticket, lambda a=ticket.answers[request_id], r=report: a.take_prompt_report(r))  # type: ignore[misc]
         # One answer's failure is that of all answers to its request, so their tokens find no ticket any more.
         for answer_id, error in output.failed.items():
             if answer_id in self._tickets:

@@ -12,7 +12,8 @@ step adds, so a decoding request costs the same however long its prompt is::
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -60,6 +61,8 @@ class ModelRunner:
         max_model_len: Most tokens of one request.
         unsampled: Ids that are never sampled; None: the model's placeholders.
         device: Where the model computes.
+        samples: Whether tokens are chosen here; if not, `learn` tells of those that another rank chose.
+        encodes: Whether images are encoded here; if not, an earlier pipeline stage has their rows.
     """
 
     def __init__(
@@ -73,8 +76,13 @@ class ModelRunner:
         max_model_len: int,
         unsampled: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
+        samples: bool = True,
+        encodes: bool = True,
     ) -> None:
         self._model = model
+        self._samples = samples
+        self._encodes = encodes
+        self._unlearned: deque[tuple[ScheduledChunk, ...]] = deque()
         self._device = torch.device(device)
         spec = model.cache_spec()
         layout = spec.layout()
@@ -104,15 +112,29 @@ class ModelRunner:
         return frozenset(self._images)
 
     @torch.inference_mode()
-    def run(self, batch: ScheduledBatch) -> StepOutput:
+    def run(
+        self,
+        batch: ScheduledBatch,
+        *,
+        failed: Mapping[str, RequestError] | None = None,
+        announce: Callable[[Mapping[str, RequestError]], None] | None = None,
+    ) -> StepOutput:
         """Do one step.
 
         An image that can not be encoded, or logits that are not finite, fail their own request. Anything else
         that goes wrong is raised: no single request can be blamed for it.
+
+        Args:
+            batch: What to do.
+            failed: On a later pipeline stage: requests that have failed on the first one, in this step.
+            announce: On the first stage: called with those, after images are encoded and before the forward.
         """
         self._take_in(batch)
-        output = _Output()
-        self._encode(batch.encode, output)
+        output = _Output(failed=dict(failed or {}))
+        if self._encodes:
+            self._encode(batch.encode, output)
+        else:
+            self._expect([image for image in batch.encode if image.request_id not in output.failed])
         chunks = [chunk for chunk in batch.chunks if self._has_its_images(chunk, output.failed)]
         self._copy_blocks(batch.copies)
         self._scrub_blocks(batch.scrubbed)
@@ -121,12 +143,30 @@ class ModelRunner:
             if chunk.restarted:
                 record.row = self._tables.take()
             self._tables.extend(record.row, chunk.start, chunk.block_ids)
+        if announce is not None:
+            announce(output.failed)
+        if not self._samples:
+            self._unlearned.append(batch.chunks)
         # A model with state of its own runs each request by itself, so that one failing harms no other.
         for group in ([chunk] for chunk in chunks) if self._model.needs_sequences else [chunks] * bool(chunks):
             self._forward(group, output)
         return StepOutput(
             output.sampled, output.failed, output.prompt_reports, output.image_bytes, output.encode_seconds
         )
+
+    @torch.inference_mode()
+    def learn(self, sampled: Mapping[str, int]) -> None:
+        """The tokens that another rank chose in the oldest step that this one has not heard of.
+
+        Args:
+            sampled: Request id -> its token, as in `StepOutput.sampled`.
+        """
+        for chunk in self._unlearned.popleft():
+            if not chunk.samples or chunk.request_id not in sampled:
+                continue
+            record = self._records[chunk.request_id]
+            for member in (record, *(self._begin_forks(record) if chunk.forks else ())):
+                member.append(sampled[member.request_id])
 
     def close(self) -> None:
         """Let the model let go of all requests. No step comes after it; twice is fine."""
@@ -205,6 +245,12 @@ class ModelRunner:
                 result = error
             output.failed.setdefault(image.request_id, _as_request_error(result, image.index))
 
+    def _expect(self, wanted: Sequence[ImageToEncode]) -> None:
+        """Images whose rows an earlier stage places: here they only have to be as many."""
+        for image in wanted:
+            item = self._records[image.request_id].prompt.images[image.index]
+            self._images[image.key] = ImageRows(torch.empty(item.range.num_embeds, 0, device=self._device))
+
     def _encode_apart(self, items: Sequence[ImageItem]) -> list[ImageRows | Exception]:
         """`model.encode`; if it raises for a batch, each image by itself, so that only the culprit fails."""
         try:
@@ -236,6 +282,8 @@ class ModelRunner:
         )
         try:
             logits = self._model.forward(packed)
+            if not self._samples:
+                return
             wanted = len(packed.logit_indices)
             if len(logits) != wanted:
                 raise ModelOutputError(f"the model gave {len(logits)} rows of logits, but {wanted} were asked for")

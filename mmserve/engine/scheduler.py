@@ -41,6 +41,7 @@ class SchedulerLimits:
     Attributes:
         num_blocks: Of the pool that all groups share.
         groups: The cache's groups. If any has no window, the first has none.
+        pipeline_depth: Steps that may run at once, each of which takes its share of the running requests.
     """
 
     block_size: int
@@ -51,6 +52,7 @@ class SchedulerLimits:
     max_images_per_step: int
     encoder_cache_memory: int
     groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    pipeline_depth: int = 1
 
 
 @dataclass(slots=True)
@@ -86,6 +88,7 @@ class Scheduler:
         self._arrivals: dict[str, NewRequest] = {}
         self._waiting: list[Request] = []  # the next one last
         self._running: list[Request] = []  # the oldest first
+        self._in_flight: dict[str, Request] = {}  # in steps that have begun and not ended
         self._finished: list[str] = []
         self._num_steps = 0
         self._blocked_until = 0
@@ -109,6 +112,10 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step would do anything: compute, or tell the runner what to forget."""
         return bool(self._running or self._waiting or self._finished)
+
+    def has_idle(self) -> bool:
+        """Whether a request could be in a step and is in none."""
+        return bool(self._waiting) or any(request.request_id not in self._in_flight for request in self._running)
 
     def get(self, request_id: str) -> Request | None:
         """The request, unless it is finished or unknown."""
@@ -181,12 +188,18 @@ class Scheduler:
     # -- a step ---------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledBatch:
-        """What to compute now. The next call must come after `update` with this one's output."""
+        """What to compute now; empty if nothing can be.
+
+        `update` hears of each step's output in the order of steps. Until then its requests are in no other step.
+        """
         step = _Step(self.limits.max_num_batched_tokens, self.images.begin_step())
-        decoding = [request for request in self._running if request.num_missing == 1]
-        prefilling = [request for request in self._running if request.num_missing > 1]
+        idle = [request for request in self._running if request.request_id not in self._in_flight]
+        decoding = [request for request in idle if request.num_missing == 1]
+        prefilling = [request for request in idle if request.num_missing > 1]
+        # Where stages work at once, a step takes its share of the requests, and leaves the others to the next.
+        share = -(-len(self._running) // self.limits.pipeline_depth)
         for request in (*decoding, *prefilling):
-            if request.state is RequestState.RUNNING:
+            if request.state is RequestState.RUNNING and len(step.chunks) < share:
                 self._continue(request, step)
         # Newcomers would take the budgets that a stuck request is waiting for.
         seats = self.limits.max_num_seqs - sum(request.num_seats for request in self._running)
@@ -196,6 +209,7 @@ class Scheduler:
                 break
             seats -= request.num_seats
         self._num_steps += 1
+        self._in_flight.update((request_id, self._requests[request_id]) for request_id in step.chunks)
         finished, self._finished = tuple(self._finished), []
         copies = tuple(copy for copies in step.copies.values() for copy in copies)
         return ScheduledBatch(
@@ -217,7 +231,11 @@ class Scheduler:
         """
         self.images.settle(batch, output)
         for chunk in batch.chunks:
-            request = self._requests[chunk.request_id]
+            request = self._in_flight.pop(chunk.request_id)
+            if request.state is RequestState.FINISHED:
+                # Given up while the step ran: forks that began with it are nobody's.
+                self._finished += [fork for fork in request.forks if chunk.forks and fork in output.sampled]
+                continue
             if chunk.request_id in output.failed:
                 continue
             request.num_computed = chunk.start + chunk.num_tokens
@@ -241,6 +259,9 @@ class Scheduler:
             return
         while self.blocks.missing(request, stop) > self.blocks.pool.num_available:
             victim = self._running[-1]
+            if victim.request_id in self._in_flight:
+                step.stuck = True  # its blocks are being written: wait for that step
+                return
             self._preempt(victim, step)
             if victim is request:
                 return

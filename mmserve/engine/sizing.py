@@ -44,6 +44,7 @@ def resolve_limits(
         max_images_per_step=config.max_images_per_step,
         encoder_cache_memory=config.encoder_cache_memory,
         groups=groups,
+        pipeline_depth=config.pipeline_parallel,
     )
 
 

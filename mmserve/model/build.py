@@ -17,6 +17,7 @@ from mmserve.model.memory import give_back
 from mmserve.model.model_config import one_line
 from mmserve.model.precision import Precision
 from mmserve.model.weights import load_weights
+from mmserve.parallel.rank import RankShape
 
 __all__ = ["BuiltModel", "build_model"]
 
@@ -37,20 +38,26 @@ def build_model(
     *,
     trust_remote_code: bool = False,
     leftovers: Leftovers | None = None,
+    rank: RankShape | None = None,
 ) -> BuiltModel:
-    """The model on `device` in `precision`, for inference.
+    """The model on `device` in `precision`, for inference; one rank's part of it if `rank` is given.
 
     Raises:
         UnsupportedModelError: No image+text or causal language model of this type, or it lacks a library; or
-            generation_config.json can not be read.
+            generation_config.json can not be read; or the model can not be dealt to ranks.
         WeightsError: Weights are missing, unexpected or of the wrong shape; lists them.
         ModelLoadError: The device does not take the model: out of memory, most often.
     """
     own = (checkpoint.folder / "generation_config.json").is_file()
     generation = load_generation_config(checkpoint.folder) if own else None
     model = construct(checkpoint, config, precision, trust_remote_code)
+    if rank is not None:
+        rank.shape(model)
     try:
-        left_over = load_weights(model, checkpoint, precision, device, leftovers or Leftovers())
+        narrow = None if rank is None else rank.narrow
+        left_over = load_weights(model, checkpoint, precision, device, leftovers or Leftovers(), narrow)
+        if rank is not None:
+            rank.finish(model)
         model.to(device).eval().requires_grad_(False)
     except MMServeError:
         raise

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +30,9 @@ from mmserve.model.proven import PROVEN
 from mmserve.model.refused import REFUSED
 from mmserve.model.selfcheck import check_agreement, plain_logits, trial_batches
 from mmserve.model.spans import SpanRule
+from mmserve.model.stage import StageLink
 from mmserve.model.versions import LOADING, PACKED, require
+from mmserve.parallel.rank import RankShape
 
 if TYPE_CHECKING:
     from mmserve.model.replace import Replacement
@@ -52,6 +55,7 @@ def load_model(
     trust_remote_code: bool = False,
     allow_pickled_weights: bool = False,
     ignore_weights: Sequence[str] = (),
+    rank: RankShape | None = None,
 ) -> PagedModel | GenerateModel:
     """Load a model folder.
 
@@ -68,10 +72,11 @@ def load_model(
         allow_pickled_weights: Whether torch pickles are read, as tensors only, where there are no safetensors.
         ignore_weights: Names of tensors in the weight files that no model need have a place for: `begins*`,
             `*ends`, `*holds*`, or a whole name. `describe()` lists those that were left over.
+        rank: Load this rank's part alone; all ranks load at the same time.
 
     Raises:
         ModelNotFoundError: No such folder, or no config.json in it.
-        UnsupportedModelError: The architecture is unknown or can not run here; says why.
+        UnsupportedModelError: The architecture is unknown or can not run here, or not over several ranks; says why.
         WeightsError: Weights are missing, unexpected, truncated or of the wrong shape.
         ConfigError: A dtype, device, path or pattern that can not be.
         BackendError: The attention backend is unknown, or declined, or is forced on a model that goes to generate().
@@ -83,7 +88,7 @@ def load_model(
     backends = tuple(make_backend(name) for name in names)
     leftovers = Leftovers.parse(ignore_weights)
     source = _open(folder, dtype, device, trust_remote_code, allow_pickled_weights, leftovers)
-    return _serve(source, _Wish(path, backends, attention_backend, block_size, replace))
+    return _serve(replace_fields(source, rank=rank), _Wish(path, backends, attention_backend, block_size, replace))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,7 @@ class _Source:
     device: torch.device
     trust_remote_code: bool
     leftovers: Leftovers
+    rank: RankShape | None = None
 
     def build(self) -> LoadedModel:
         """A new model, every weight loaded."""
@@ -117,8 +123,9 @@ class _Source:
             self.device,
             trust_remote_code=self.trust_remote_code,
             leftovers=self.leftovers,
+            rank=self.rank,
         )
-        return LoadedModel(built.model, self.checkpoint, self.precision, self.device, built.left_over)
+        return LoadedModel(built.model, self.checkpoint, self.precision, self.device, built.left_over, self.rank)
 
 
 def _open(
@@ -150,7 +157,7 @@ def _serve(source: _Source, wish: _Wish) -> PagedModel | GenerateModel:
         return _generate_model(loaded, wish, reason)
     require(PACKED)
     try:
-        profile = probe_attention(loaded.model)
+        profile = probe_attention(loaded.model, None if loaded.rank is None else loaded.rank.leftovers)
     except UnsupportedModelError as error:
         if wish.path == "paged":
             raise
@@ -183,6 +190,11 @@ def _generate_model(loaded: LoadedModel, wish: _Wish, reason: str) -> GenerateMo
             f"attention_backend {wish.backend_name!r} can not be forced: the model runs through transformers' own "
             f"generate(), which has no attention backend of ours ({reason}); take attention_backend='auto'"
         )
+    if loaded.rank is not None and loaded.rank.leftovers is not None:
+        raise UnsupportedModelError(
+            f"pipeline_parallel needs the packed path, and {loaded.checkpoint.model_type!r} runs through transformers' "
+            f"own generate() ({reason}): take tensor_parallel instead"
+        )
     if not loaded.model.can_generate():
         raise UnsupportedModelError(f"{type(loaded.model).__name__} can not generate text")
     return GenerateModel(
@@ -197,7 +209,8 @@ def _generate_model(loaded: LoadedModel, wish: _Wish, reason: str) -> GenerateMo
 def _paged_model(loaded: LoadedModel, profile: AttentionProfile, wish: _Wish) -> PagedModel:
     """Route, replace, check against the plain model."""
     model, dtype = loaded.model, loaded.precision.dtype
-    expected = plain_logits(model, loaded.vocab_size)
+    stage = StageLink.of(loaded.rank, model.get_input_embeddings().weight, loaded.device)
+    expected = plain_logits(model, loaded.vocab_size, stage)
     layers = [
         PagedLayer(module, spec, choose_backend(wish.backends, spec, dtype, loaded.device, wish.block_size))
         for module, spec in profile.specs.items()
@@ -206,9 +219,10 @@ def _paged_model(loaded: LoadedModel, profile: AttentionProfile, wish: _Wish) ->
     text_attention.route(model, text_attention.NAME)
     text_attention.open_door(model)
     replaced = _replace(model, layers, wish)
-    paged = _assemble(loaded, layers, profile.span_rule, replaced)
+    paged = _assemble(loaded, layers, profile.span_rule, replaced, stage)
     check_agreement(paged, expected, wish.block_size, dtype)
-    if wish.replace:
+    if wish.replace and stage is None:
+        # On ranks that share layers all see the same bits, and decide alike.
         paged.skip_outer_modules(trial_batches(paged, wish.block_size, loaded.device))
     return paged
 
@@ -229,7 +243,11 @@ def _replace(model: Any, layers: Sequence[PagedLayer], wish: _Wish) -> tuple[Rep
 
 
 def _assemble(
-    loaded: LoadedModel, layers: Sequence[PagedLayer], rule: SpanRule, replaced: Sequence[Replacement]
+    loaded: LoadedModel,
+    layers: Sequence[PagedLayer],
+    rule: SpanRule,
+    replaced: Sequence[Replacement],
+    stage: StageLink | None,
 ) -> PagedModel:
     features = find_image_features(loaded.model)
     embeddings = loaded.model.get_input_embeddings().weight
@@ -242,6 +260,7 @@ def _assemble(
         vocab_size=loaded.vocab_size,
         forbidden_token_ids=loaded.forbidden_token_ids,
         max_position=loaded.max_position,
+        stage=stage,
         about=loaded.about(
             path="paged",
             path_reason="every text layer goes through the attention interface by a rule that backends know",

@@ -10,6 +10,7 @@ import torch
 
 from mmserve.model.checkpoint import Checkpoint
 from mmserve.model.precision import Precision
+from mmserve.parallel.rank import RankShape
 
 __all__ = ["LoadedModel"]
 
@@ -29,6 +30,7 @@ class LoadedModel:
     Attributes:
         model: transformers' own. checkpoint: What it was loaded from. precision, device: What it runs in, and where.
         left_over: Tensors of the weight files that no part of it reads -> by which rule they may be left over.
+        rank: Whose part of the model it is; None: it is whole.
     """
 
     model: Any
@@ -36,13 +38,15 @@ class LoadedModel:
     precision: Precision
     device: torch.device
     left_over: Mapping[str, str]
+    rank: RankShape | None = None
 
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
         head = self.model.get_output_embeddings()
         if head is not None and getattr(head, "weight", None) is not None:
-            return int(head.weight.shape[0])
+            # Of a head that is dealt to ranks, the weight is a part.
+            return int(getattr(head, "out_features", head.weight.shape[0]))
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     @property
@@ -68,5 +72,6 @@ class LoadedModel:
             "device": str(self.device),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "weights_left_over": dict(self.left_over),
+            "parallel": None if self.rank is None else self.rank.describe(),
             **more,
         }

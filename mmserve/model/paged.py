@@ -22,6 +22,7 @@ from mmserve.model.image_rows import ImageEncoder
 from mmserve.model.interface import CacheSpec, ImageRows, LayerCacheSpec, PackedBatch, PromptPlan
 from mmserve.model.positions import find_rope_index, mrope_positions, plain_positions
 from mmserve.model.spans import SpanRule
+from mmserve.model.stage import StageLink
 from mmserve.model.text_attention import LayerBinding, PagedStep
 from mmserve.model.text_inputs import find_text_inputs
 from processors.types import ImageItem, ProcessedPrompt
@@ -89,6 +90,7 @@ class PagedModel:
         forbidden_token_ids: tuple[int, ...],
         max_position: int | None,
         about: Mapping[str, object],
+        stage: StageLink | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.forbidden_token_ids = forbidden_token_ids
@@ -98,8 +100,10 @@ class PagedModel:
         self._encoder = encoder
         self._span_rule = span_rule
         self._about = about
+        self._stage = stage
         self._embed_tokens: Any = self._model.get_input_embeddings()
-        self._num_embeddings: int = self._embed_tokens.weight.shape[0]
+        # Of a table that is dealt to ranks, the weight is a part.
+        self._num_embeddings: int = getattr(self._embed_tokens, "num_embeddings", self._embed_tokens.weight.shape[0])
         self._rope_index = find_rope_index(model)
         self._text_inputs = find_text_inputs(model)
         self._bindings: Mapping[nn.Module, LayerBinding] = {}
@@ -156,16 +160,38 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits float32 [M, V] of `batch.logit_indices`, after the model's own scale and caps."""
-        positions = batch.positions[:, None]
+        """Logits float32 [M, V] of `batch.logit_indices`, after the model's own scale and caps.
+
+        On a pipeline stage that is not the last there are none: [0, V].
+        """
         targets = torch.cat([p.targets for p in batch.placements]) if batch.placements else None
+        at_the_door = self._text_inputs.at_the_door(batch)
+        if self._stage is None:
+            return self._call(batch, targets, self._embed(batch, targets), at_the_door, None).float()
+        logits = self._stage.run(
+            batch,
+            lambda: self._embed(batch, targets),
+            at_the_door,
+            lambda embeds, inputs, entering: self._call(batch, targets, embeds, inputs, entering),
+        )
+        return torch.empty(0, self.vocab_size) if logits is None else logits.float()
+
+    def _call(
+        self,
+        batch: PackedBatch,
+        targets: torch.Tensor | None,
+        embeds: torch.Tensor,
+        at_the_door: Mapping[str, Any],
+        entering: torch.Tensor | None,
+    ) -> torch.Tensor:
+        positions = batch.positions[:, None]
         return self._run(
-            self._embed(batch, targets)[None],
+            embeds[None],
             positions[0] if self._rope_index is None else positions,
-            PagedStep(self._bindings, batch.attention, self._text_inputs.at_the_door(batch), batch.more_attention),
+            PagedStep(self._bindings, batch.attention, at_the_door, batch.more_attention, entering),
             batch.logit_indices,
             self._text_inputs.outer(batch.token_ids, targets),
-        ).float()
+        )
 
     @torch.inference_mode()
     def skip_outer_modules(self, trials: Sequence[PackedBatch]) -> None:
@@ -202,6 +228,8 @@ class PagedModel:
 
     def _reach(self, spec: AttentionSpec) -> int | None:
         """How many keys back a layer looks, itself included; None: as far as there are any."""
+        if self._stage is not None:
+            return None  # a stage has some of the layers alone, and all stages must have the same groups of blocks
         # A query sees keys of its own chunk only, so no more than a chunk back; a both-way span lies within a step.
         limits = [limit for limit in (spec.window, spec.chunk) if limit is not None]
         reach = min(limits, default=None)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from mmserve.errors import UnsupportedModelError
 from mmserve.model.spans import SpanRule, each_image, no_spans, whole_prompt
 from mmserve.model.text_attention import route, unroute
 from mmserve.model.text_inputs import find_text_inputs
+from mmserve.parallel.stages import HandedOver, Leftovers
 from processors.types import ImageItem, PlaceholderRange, ProcessedPrompt
 
 __all__ = ["AttentionProfile", "probe_attention"]
@@ -92,8 +93,8 @@ class _Notes:
     text_inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def probe_attention(model: Any) -> AttentionProfile:
-    """Run the trial on a loaded model, which is left as it was.
+def probe_attention(model: Any, stage: Leftovers | None = None) -> AttentionProfile:
+    """Run the trial on a loaded model, which is left as it was; on its own layers alone if it is a pipeline stage.
 
     Raises:
         UnsupportedModelError: A layer's mask or arguments are not among those that a spec can say, or the
@@ -104,10 +105,10 @@ def probe_attention(model: Any) -> AttentionProfile:
     AttentionMaskInterface.register(_NAME, _full_mask)
     before = route(model, _NAME)
     try:
-        profile = _match(model, _trial(model, image_types=1), (no_spans, each_image))
+        profile = _match(model, _trial(model, 1, stage), (no_spans, each_image))
         if profile is None:
             # PaliGemma's prefix is what has type 0, images included.
-            profile = _match(model, _trial(model, image_types=0), (whole_prompt,))
+            profile = _match(model, _trial(model, 0, stage), (whole_prompt,))
     finally:
         unroute(before)
     if profile is None:
@@ -134,17 +135,22 @@ def _check_kinds(model: Any) -> None:
 
 
 @torch.inference_mode()
-def _trial(model: Any, image_types: int) -> dict[nn.Module, _Call]:
-    device = model.get_input_embeddings().weight.device
+def _trial(model: Any, image_types: int, stage: Leftovers | None) -> dict[nn.Module, _Call]:
+    device = next(model.parameters()).device
     types = torch.zeros(1, _LENGTH, dtype=torch.long, device=device)
     for range in _IMAGES:
         types[0, range.offset : range.end] = image_types
     accepted = inspect.signature(model.forward).parameters
     extra = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
     notes = _Notes()
-    with _small_windows(model):
+    table = model.get_input_embeddings()
+    if stage is None or stage.layers.start == 0:
+        embeds = table(torch.zeros_like(types))
+    else:
+        embeds = torch.zeros(1, _LENGTH, table.weight.shape[1], dtype=table.weight.dtype, device=device)
+    with _small_windows(model), suppress(HandedOver):
         model(
-            inputs_embeds=model.get_input_embeddings()(torch.zeros_like(types)),
+            inputs_embeds=embeds,
             position_ids=torch.arange(_LENGTH, device=device)[None],
             use_cache=False,
             paged=notes,
@@ -152,6 +158,8 @@ def _trial(model: Any, image_types: int) -> dict[nn.Module, _Call]:
             **extra,
         )
     expected = model.config.get_text_config().num_hidden_layers
+    if stage is not None:
+        expected = stage.layers.stop - stage.layers.start
     if len(notes.calls) != expected:
         raise UnsupportedModelError(
             f"{len(notes.calls)} of the {expected} text layers of {type(model).__name__} go through the attention "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,15 @@ class LazyTensor(Protocol):
         """The tensor, in memory of its own."""
         ...
 
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    def part(self, device: Any, dtype: torch.dtype, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Half-open ranges of its dimension `dim` (-1 is the last), joined, in memory of their own."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -77,27 +86,59 @@ class StoredTensor:
     def to(self, device: Any, dtype: torch.dtype) -> torch.Tensor:
         """Read it. Raises WeightsError if the file ends before it does."""
         made = torch.empty(self.shape, dtype=dtype, device=device)
-        flat = made.view(-1)
-        self.file.seek(self.offset)
-        if made.dtype == self.dtype and made.device.type == "cpu":
-            self._fill(flat.view(torch.uint8))
-            return made
-        step = self.buffer.numel() // self.dtype.itemsize
-        for start in range(0, flat.numel(), step):
-            part = flat[start : start + step]
-            staged = self.buffer[: part.numel() * self.dtype.itemsize]
-            self._fill(staged)
-            part.copy_(staged.view(self.dtype))
+        self._read(made, [(0, made.numel())])
         return made
 
-    def _fill(self, into: torch.Tensor) -> None:
-        """The next bytes of the file into a uint8 tensor; a read may give fewer than it was asked for."""
-        left = memoryview(into.numpy())  # type: ignore[arg-type]
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.shape
+
+    def part(self, device: Any, dtype: torch.dtype, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Read ranges of one dimension, and nothing between them. Raises WeightsError as `to`."""
+        axis = len(self.shape) + dim
+        outer, width, inner = math.prod(self.shape[:axis]), self.shape[axis], math.prod(self.shape[axis + 1 :])
+        shape = list(self.shape)
+        shape[axis] = sum(stop - start for start, stop in ranges)
+        made = torch.empty(shape, dtype=dtype, device=device)
+        runs = ((row * width + start, stop - start) for row in range(outer) for start, stop in ranges)
+        self._read(made, ((first * inner, count * inner) for first, count in runs))
+        return made
+
+    def _read(self, made: torch.Tensor, runs: Iterable[tuple[int, int]]) -> None:
+        """Fill a dense tensor with runs of elements, (first, count), one after the other."""
+        flat, size = made.view(-1), self.dtype.itemsize
+        if made.dtype == self.dtype and made.device.type == "cpu":
+            left = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            for first, count in runs:
+                self._fill(first, left[: count * size])
+                left = left[count * size :]
+            return
+        staged, most = memoryview(self.buffer.numpy()), self.buffer.numel() // size  # type: ignore[arg-type]
+        done = held = 0
+        for first, count in _pieces(runs, most):
+            if held + count > most:
+                flat[done : done + held].copy_(self.buffer[: held * size].view(self.dtype))
+                done, held = done + held, 0
+            self._fill(first, staged[held * size : (held + count) * size])
+            held += count
+        flat[done:].copy_(self.buffer[: held * size].view(self.dtype))
+
+    def _fill(self, first: int, left: memoryview) -> None:
+        """The bytes from element `first` on into `left`; a read may give fewer than it was asked for."""
+        self.file.seek(self.offset + first * self.dtype.itemsize)
         while left:
             count = self.file.readinto(left[: 2**30])  # type: ignore[attr-defined]
             if not count:
                 raise WeightsError(f"{self.file.name} ended inside {self.name}: it was changed while it was read")
             left = left[count:]
+
+
+def _pieces(runs: Iterable[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
+    """The same runs, cut where they are longer than `most`."""
+    for first, count in runs:
+        for start in range(0, count, most):
+            yield first + start, min(most, count - start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +154,16 @@ class PickledTensor:
     def to(self, device: Any, dtype: torch.dtype) -> torch.Tensor:
         """A copy: the model must not depend on the file, nor on another tensor that shares its storage."""
         return torch.empty(self.tensor.shape, dtype=dtype, device=device).copy_(self.tensor)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.tensor.shape)
+
+    def part(self, device: Any, dtype: torch.dtype, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """A copy of ranges of one dimension."""
+        pieces = [self.tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+        return torch.cat([piece.to(device=device, dtype=dtype) for piece in pieces], dim=dim)
 
 
 def open_tensors(checkpoint: Checkpoint, files: ExitStack) -> Mapping[str, LazyTensor]:

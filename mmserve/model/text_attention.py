@@ -47,12 +47,14 @@ class PagedStep:
         metadata: How this batch lies over the cache, for the layers of cache group 0.
         text_inputs: Further arguments of the text model, put in at its door (DeepStack rows, ...).
         more_metadata: The same for groups 1, 2, ...; empty: all layers use `metadata`.
+        entering: On a later pipeline stage, the rows [1, T, W] that the stage before sent.
     """
 
     layers: Mapping[nn.Module, LayerBinding]
     metadata: AttentionMetadata
     text_inputs: Mapping[str, Any] = field(default_factory=dict)
     more_metadata: tuple[AttentionMetadata, ...] = ()
+    entering: torch.Tensor | None = None
 
     def metadata_of(self, group: int) -> AttentionMetadata:
         """The metadata of a cache group's layers."""

@@ -8,7 +8,7 @@ never more than the model and the parts of one tensor. What it would only warn o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,7 +28,12 @@ _BY_CLASS = "as its class says"
 
 
 def load_weights(
-    model: Any, checkpoint: Checkpoint, precision: Precision, device: torch.device, leftovers: Leftovers
+    model: Any,
+    checkpoint: Checkpoint,
+    precision: Precision,
+    device: torch.device,
+    leftovers: Leftovers,
+    narrow: Callable[[Any, Mapping[str, LazyTensor]], Mapping[str, Any]] | None = None,
 ) -> Mapping[str, str]:
     """Fill a model whose parameters are on meta.
 
@@ -38,6 +43,7 @@ def load_weights(
         precision: What they are converted to, but for modules that their class keeps in float32.
         device: Where parameters are made.
         leftovers: Names that may be left over, besides the known ones and those that the model's class names.
+        narrow: Given the model and the checkpoint's tensors, those that a model which is a part of the whole reads.
 
     Returns:
         Name of each tensor that was left over -> by which rule.
@@ -46,7 +52,8 @@ def load_weights(
         WeightsError: Weights are missing, unexpected or of the wrong shape, or can not be converted; lists them.
     """
     with ExitStack() as files, _quiet():
-        info = _place(model, open_tensors(checkpoint, files), precision, device)
+        tensors = open_tensors(checkpoint, files)
+        info = _place(model, tensors if narrow is None else narrow(model, tensors), precision, device)
         if info.conversion_errors:
             raise WeightsError(_failed_conversions(checkpoint, info.conversion_errors))
         unexpected = sorted(info.unexpected_keys)

@@ -21,6 +21,8 @@ LEVELS = {
     "mmserve.cache": 2,
     "mmserve.attention": 2,
     "mmserve.kernels": 2,
+    "mmserve.parallel": 2,
+    "mmserve.parallel.workers": 5,
     "mmserve.model": 3,
     "mmserve.engine": 4,
     "mmserve.requests": 5,

@@ -50,6 +50,8 @@ def test_describe_says_where_the_size_comes_from() -> None:
 def test_the_size_is_given_once() -> None:
     with pytest.raises(ConfigError, match="one of these, not by num_blocks and memory_budget"):
         EngineConfig(num_blocks=5, memory_budget=10**9)
+    with pytest.raises(ConfigError, match=r"memory_budget is for one process.* give kv_cache_memory or num_blocks"):
+        EngineConfig(memory_budget=10**9, tensor_parallel=2)
 
 
 def test_a_budget_that_leaves_nothing_says_the_numbers() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from safetensors.torch import save_file
 from mmserve.errors import WeightsError
 from mmserve.model import stored
 from mmserve.model.checkpoint import Checkpoint
-from mmserve.model.stored import open_tensors
+from mmserve.model.stored import PickledTensor, StoredTensor, open_tensors
 
 TENSORS = {
     "odd": torch.arange(21, dtype=torch.float32).view(3, 7) / 3,
@@ -40,6 +42,44 @@ def test_values_in_any_dtype(checkpoint: Checkpoint, chunk: int, monkeypatch: py
                 read = tensors[name][...].to("cpu", dtype)
                 assert torch.equal(read, expected.to(dtype))
                 assert read.is_contiguous()
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("chunk", [8, 20, 2**20])
+@pytest.mark.parametrize(("name", "dim"), [("odd", -1), ("odd", -2), ("half", -1), ("half", -2), ("half", -3)])
+def test_parts_in_any_dtype(
+    checkpoint: Checkpoint, name: str, dim: int, chunk: int, pickled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "_CHUNK", chunk)
+    expected = TENSORS[name]
+    last = expected.shape[dim]
+    with ExitStack() as files:
+        tensor = PickledTensor(expected) if pickled else open_tensors(checkpoint, files)[name]
+        assert tensor.size == expected.shape
+        for ranges in ([(0, last)], [(1, 2)], [(0, 1), (last - 1, last)]):
+            wanted = torch.cat([expected.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+            for dtype in (expected.dtype, torch.float64):
+                part = tensor.part("cpu", dtype, dim, ranges)
+                assert torch.equal(part, wanted.to(dtype))
+                assert part.is_contiguous()
+
+
+def test_of_a_part_nothing_more_is_read() -> None:
+    class Counted(io.BytesIO):
+        count = 0
+
+        def readinto(self, into: Any) -> int:
+            read = super().readinto(into)
+            self.count += read
+            return read
+
+    whole = torch.arange(24.0).view(4, 6)
+    file = Counted(b"head" + whole.numpy().tobytes())
+    tensor = StoredTensor(file, "whole", torch.float32, (4, 6), 4, torch.empty(16, dtype=torch.uint8))
+    assert torch.equal(tensor.part("cpu", torch.float32, -1, [(1, 3)]), whole[:, 1:3])
+    assert file.count == 4 * 2 * 4
+    assert torch.equal(tensor.part("cpu", torch.bfloat16, -2, [(3, 4)]), whole[3:].bfloat16())
+    assert file.count == 4 * 2 * 4 + 6 * 4
 
 
 def test_a_file_that_shrinks_while_it_is_read(checkpoint: Checkpoint) -> None:

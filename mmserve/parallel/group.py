@@ -1,0 +1,139 @@
+"""Ranks that exchange tensors: the few operations that sharded layers need, and a count of the bytes they move.
+
+A group is an object, not torch's global default group: a process may hold several engines, and the user's own
+`init_process_group` is left alone. The backend is gloo on the CPU and NCCL between CUDA devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mmserve.errors import ConfigError
+
+__all__ = ["ExchangeError", "Group", "Traffic", "make_group"]
+
+_LOOPBACK = ("127.0.0.1", "localhost")
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank has sent, as counted on paper: an all-reduce over n ranks sends 2 (n-1)/n of its tensor."""
+
+    calls: int = 0
+    sent_bytes: int = 0
+
+    def add(self, tensor: torch.Tensor, share: float) -> None:
+        """Count one exchange in which `share` times the tensor's bytes leave this rank."""
+        self.calls += 1
+        self.sent_bytes += round(tensor.numel() * tensor.element_size() * share)
+
+
+class ExchangeError(RuntimeError):
+    """A rank of the group is gone or silent; what is known of it is in the message."""
+
+
+class Group:
+    """One rank's end of a group.
+
+    Every method is called by all ranks of the group, in the same order, with tensors of the same shape and dtype. A
+    rank that has died ends the call with an ExchangeError, at once where its connection breaks, after the timeout
+    otherwise.
+
+    Args:
+        process_group: A c10d process group, or what takes its place.
+        rank: This rank's number in the group.
+        size: Ranks in it.
+    """
+
+    def __init__(self, process_group: Any, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.traffic = Traffic()
+        self._group = process_group
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, bit-equal on all of them; in place, unless the tensor is not contiguous."""
+        if self.size > 1:
+            tensor = tensor.contiguous()
+            self.traffic.add(tensor, 2 * (self.size - 1) / self.size)
+            _finish(lambda: self._group.allreduce([tensor]))
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, in the order of ranks."""
+        tensor = tensor.contiguous()
+        if self.size == 1:
+            return [tensor]
+        self.traffic.add(tensor, self.size - 1)
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        _finish(lambda: self._group.allgather([found], [tensor]))
+        return found
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """The source's tensor, in place; returns `tensor`."""
+        if self.size > 1:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            if self.rank == source:
+                self.traffic.add(tensor, self.size - 1)
+            _finish(lambda: self._group.broadcast([tensor], options))
+        return tensor
+
+    def send(self, tensor: torch.Tensor, to: int) -> Any:
+        """Begin to send; the tensor must stay as it is until the returned work was waited for."""
+        self.traffic.add(tensor, 1.0)
+        try:
+            return self._group.send([tensor.contiguous()], to, 0)
+        except RuntimeError as error:
+            raise ExchangeError(f"an exchange between ranks broke: {error}") from error
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Fill the tensor with what `source` sends; returns `tensor`."""
+        _finish(lambda: self._group.recv([tensor], source, 0))
+        return tensor
+
+
+def _finish(begin: Callable[[], Any]) -> None:
+    """Begin an exchange and wait for its end."""
+    try:
+        begin().wait()
+    except RuntimeError as error:
+        raise ExchangeError(f"an exchange between ranks broke: {error}") from error
+
+
+def make_group(store: Any, name: str, rank: int, size: int, device: torch.device, host: str, timeout: float) -> Group:
+    """Meet the other ranks of the group `name` and connect to them.
+
+    Args:
+        store: A c10d store that all of them reach.
+        name: The group's, unique in the store.
+        rank: This rank's number in the group. size: Ranks in it.
+        device: Where the tensors will be: gloo for the CPU, NCCL for CUDA.
+        host: Of the store; on the loopback the group stays there too, whatever this machine's name resolves to.
+        timeout: Seconds until an exchange whose other side is silent is given up.
+
+    Raises:
+        ConfigError: This torch has no such backend.
+        RuntimeError: A rank did not come, or died.
+    """
+    own = dist.PrefixStore(f"{name}/", store)
+    limit = timedelta(seconds=timeout)
+    if device.type == "cuda":
+        if not dist.is_nccl_available():
+            raise ConfigError("several CUDA devices talk through NCCL, which this torch was built without")
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = limit
+        return Group(dist.ProcessGroupNCCL(own, rank, size, nccl), rank, size)
+    if not dist.is_gloo_available():
+        raise ConfigError("ranks on the CPU talk through gloo, which this torch was built without")
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = limit
+    options._devices = [gloo.create_device(hostname="127.0.0.1") if host in _LOOPBACK else gloo.create_default_device()]
+    return Group(gloo(own, rank, size, options), rank, size)

@@ -1,0 +1,124 @@
+"""Workers that die, fail or are not needed any more: one clear error within seconds, and no process left behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fixtures.tiny_models.families import FAMILIES
+from fixtures.tiny_models.family import build, make_prompt
+from fixtures.tiny_models.ranks import TIMEOUT, parallel_engine, workers
+from mmserve.errors import EngineDeadError, ModelNotFoundError, WorkerError
+from mmserve.parallel.layout import Layout
+from mmserve.parallel.workers.crew import Crew, Member, start_local
+from mmserve.parallel.workers.wire import Setup, decode, encode
+from mmserve.types import SamplingParams
+
+PAIR = Layout(2, 1)
+PROMPT = make_prompt(FAMILIES["llama"], [9])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(FAMILIES["llama"], Path(tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    with workers(2) as started:
+        yield started
+
+
+def ended(member: Member) -> bool:
+    return member.process is not None and member.process.poll() is not None
+
+
+def setup(folder: str) -> Setup:
+    return Setup(
+        layout=PAIR,
+        rank=1,
+        host="127.0.0.1",
+        port=1,
+        name="test",
+        folder=folder,
+        dtype="float32",
+        device="cpu",
+        attention_backend="auto",
+        block_size=16,
+        replace=True,
+        trust_remote_code=False,
+        allow_pickled_weights=False,
+        ignore_weights=(),
+        plan=None,
+        timeout=TIMEOUT,
+        threads=1,
+    )
+
+
+def test_tensors_go_over_the_wire_as_they_are() -> None:
+    tensors = [torch.randn(2, 3).T, torch.ones(2, dtype=torch.bfloat16), torch.empty(0, 4), torch.tensor(True)]
+    for tensor in tensors:
+        again = decode(encode(tensor))
+        assert again.dtype == tensor.dtype
+        assert torch.equal(again, tensor)
+
+
+def test_a_worker_that_dies_before_it_is_up() -> None:
+    members = start_local(1)
+    crew = Crew(members)
+    assert members[0].process is not None
+    members[0].process.kill()
+    with pytest.raises(WorkerError, match=r"worker of rank 1 \(process \d+\) was ended by SIGKILL"):
+        crew.greet([setup("/nowhere")], TIMEOUT)
+    crew.kill()
+
+
+def test_two_engines_at_once_and_a_worker_killed_in_one(folder: Path, members: list[Member]) -> None:
+    """Engines of one process do not meet; one that loses its worker says so, and the other goes on."""
+    with (
+        parallel_engine(folder, PAIR, members[:1], num_blocks=100) as (one, _),
+        parallel_engine(folder, PAIR, [as_rank_1(members[1])], num_blocks=100) as (other, _),
+    ):
+        long = SamplingParams(max_tokens=400, ignore_eos=True)
+        handles = [engine.submit(PROMPT, SamplingParams(max_tokens=8)) for engine in (one, other)]
+        first, second = (handle.result(TIMEOUT) for handle in handles)
+        assert first.token_ids == second.token_ids
+        running = one.submit(PROMPT, long)
+        next(iter(running))
+        victim = members[0].process
+        assert victim is not None
+        victim.send_signal(signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=r"worker of rank 1 .* was ended by SIGKILL"):
+            running.result(TIMEOUT)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            one.submit(PROMPT, long)
+        assert other.submit(PROMPT, SamplingParams(max_tokens=8)).result(TIMEOUT).token_ids == first.token_ids
+    assert ended(members[0])
+    assert not ended(members[1])
+    assert not any(thread.name == "mmserve-engine" for thread in threading.enumerate())
+
+
+def as_rank_1(member: Member) -> Member:
+    return Member(1, member.connection, member.process)
+
+
+def test_what_a_worker_fails_with_is_what_the_driver_hears(tmp_path: Path) -> None:
+    from mmserve.parallel.workers.meet import host_store
+
+    members = start_local(1)
+    crew = Crew(members)
+    store = host_store("127.0.0.1", TIMEOUT)
+    alone = setup(str(tmp_path / "missing"))
+    fields = {name: getattr(alone, name) for name in alone.__slots__}
+    crew.tell([1], Setup(**{**fields, "layout": Layout(1, 1), "rank": 0, "port": store.port}))
+    crew.hear(1, TIMEOUT)  # it is up
+    with pytest.raises(ModelNotFoundError, match="missing") as caught:
+        crew.hear(1, TIMEOUT)
+    assert "in the worker of rank 1" in str(caught.value.__cause__)
+    crew.close()
+    assert ended(members[0])
