@@ -36,7 +36,8 @@ def test_cold_and_hot_together_as_each_alone(name: str, tmp_path: Path) -> None:
     longest = max(len(prompt.token_ids) for prompt in case.prompts) + NEW_TOKENS
     config = EngineConfig(
         block_size=BLOCK_SIZE,
-        num_blocks=-(-longest // BLOCK_SIZE) + 3,
+        # A block holds one cache group's layers, and gemma3's layers with a window are a group of their own.
+        num_blocks=(-(-longest // BLOCK_SIZE) + 3) * (2 if name == "gemma3" else 1),
         max_num_batched_tokens=7,
         max_num_seqs=3,
         encoder_cache_memory=1,
