@@ -21,7 +21,7 @@ from typing import Any
 from mmserve.cache.prefix_index import PrefixIndex
 from mmserve.config import EngineConfig
 from mmserve.engine.core import Engine, RequestHandle
-from mmserve.errors import DeadlineExceeded, RequestAborted, RequestError
+from mmserve.errors import DeadlineExceeded, ModelOutputError, RequestAborted, RequestError
 from mmserve.testing import ByteTokenizer, MockModel, mock_image, mock_prompt
 from mmserve.types import SamplingParams
 from processors.types import ProcessedPrompt
@@ -178,7 +178,11 @@ def one_round(seed: int, count: int = PER_ROUND) -> Counter[str]:
     tally: Counter[str] = Counter(preemptions=engine.stats()["preemptions"])
     for index, (mine, theirs) in enumerate(zip(together, alone, strict=True)):
         given_up = mine in GIVEN_UP
-        assert given_up or mine == theirs, f"seed {seed}, request {index}: {mine} together, {theirs} alone"
+        # A request's own NaN is out of sight behind its windows, or still in a block that is read and weighted with 0:
+        # that depends on the size of blocks, and only its own request can tell.
+        own_nan = NAN_ID in requests[index][0].token_ids and None not in options["windows"]
+        either = own_nan and ModelOutputError in (mine, theirs)
+        assert given_up or either or mine == theirs, f"seed {seed}, request {index}: {mine} together, {theirs} alone"
         tally["given up" if given_up else "failed" if isinstance(mine, type) else "answered"] += 1
     return tally
 
