@@ -283,15 +283,21 @@ def test_callers_own_logits_processors() -> None:
     def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raise ValueError("boom")
 
+    def leaving(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise SystemExit(3)
+
     sampling = SamplingParams(max_tokens=3, temperature=1.0)
     with running() as engine:
         good = engine.submit(mock_prompt([64, 65]), sampling, logits_processors=[only_next_letter])
         bad = engine.submit(mock_prompt([64, 65]), sampling, logits_processors=[broken])
+        exiting = engine.submit(mock_prompt([64, 65]), sampling, logits_processors=[leaving])
         nothing = engine.submit(mock_prompt([64, 65]), sampling, logits_processors=[lambda _, s: s * torch.nan])
         assert good.result(WAIT).text == "BCD"
         assert seen == [[64, 65], [64, 65, 66], [64, 65, 66, 67]]
         with pytest.raises(RequestError, match="a logits processor failed: ValueError: boom"):
             bad.result(WAIT)
+        with pytest.raises(RequestError, match="a logits processor failed: SystemExit: 3"):
+            exiting.result(WAIT)
         with pytest.raises(RequestError, match="not a number"):
             nothing.result(WAIT)
         settle(engine)
