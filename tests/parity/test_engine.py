@@ -6,26 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.tiny_models.conformance import TOLERANCE, Case
+from fixtures.tiny_models.conformance import Case
 from fixtures.tiny_models.families import FAMILIES
+from fixtures.tiny_models.id_tokenizer import Numbers
 from mmserve.config import EngineConfig
 from mmserve.engine.core import Engine
-from mmserve.testing import ByteTokenizer
 from mmserve.types import SamplingParams
 
 NEW_TOKENS = 10
 BLOCK_SIZE = 16
-
-
-class Numbers(ByteTokenizer):
-    """Says ids as numbers: what a tiny model says is not text."""
-
-    def decode(self, token_ids, skip_special_tokens=False):  # type: ignore[no-untyped-def]
-        ids = [token_ids] if isinstance(token_ids, int) else token_ids
-        return "".join(f" {token_id}" for token_id in ids)
-
-    def convert_ids_to_tokens(self, ids):  # type: ignore[no-untyped-def]
-        return str(ids)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "qwen3_vl", "idefics3"])
@@ -49,13 +38,7 @@ def test_cold_and_hot_together_as_each_alone(name: str, tmp_path: Path) -> None:
             handles = [engine.submit(prompt, sampling) for prompt in case.prompts]
             for handle, answer in zip(handles, expected, strict=True):
                 output = handle.result(600)
-                # generate() may say a placeholder's id, which is never sampled here: equal up to there.
-                forbidden = [i for i, token in enumerate(answer.token_ids) if token in case.model.forbidden_token_ids]
-                count = min(forbidden, default=NEW_TOKENS)
-                assert list(output.token_ids[:count]) == list(answer.token_ids[:count])
-                assert output.logprobs is not None
-                for entry, logprobs in zip(output.logprobs[:count], answer.logprobs, strict=False):
-                    assert abs(entry.chosen.logprob - float(logprobs[entry.chosen.token_id])) < TOLERANCE
+                case.assert_as_generate(output, answer)
         assert engine.stats()["prefix_hit_rate"] > 0
         engine.check_integrity()
     finally:

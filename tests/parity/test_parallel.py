@@ -12,7 +12,8 @@ import pytest
 from fixtures.tiny_models.conformance import TOLERANCE, Case
 from fixtures.tiny_models.families import FAMILIES
 from fixtures.tiny_models.family import TinyFamily
-from fixtures.tiny_models.ranks import BLOCK_SIZE, Numbers, parallel_engine, workers
+from fixtures.tiny_models.id_tokenizer import Numbers
+from fixtures.tiny_models.ranks import BLOCK_SIZE, parallel_engine, workers
 from mmserve.config import EngineConfig
 from mmserve.engine.core import Engine
 from mmserve.parallel.layout import Layout

@@ -6,27 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.tiny_models.conformance import TOLERANCE, Case
+from fixtures.tiny_models.conformance import Case
 from fixtures.tiny_models.families import FAMILIES
+from fixtures.tiny_models.id_tokenizer import Numbers
 from mmserve.config import EngineConfig
 from mmserve.engine.core import Engine
-from mmserve.testing import ByteTokenizer
 from mmserve.types import SamplingParams
 
 NEW_TOKENS = 16
 BLOCK_SIZE = 4
 WINDOW = 6
-
-
-class Numbers(ByteTokenizer):
-    """Says ids as numbers: what a tiny model says is not text."""
-
-    def decode(self, token_ids, skip_special_tokens=False):  # type: ignore[no-untyped-def]
-        ids = [token_ids] if isinstance(token_ids, int) else token_ids
-        return "".join(f" {token_id}" for token_id in ids)
-
-    def convert_ids_to_tokens(self, ids):  # type: ignore[no-untyped-def]
-        return str(ids)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +41,7 @@ def test_cold_and_hot_in_a_small_cache(name: str, windows: list[int | None], tmp
             ]
             for handle, answer in zip(handles, expected, strict=True):
                 output = handle.result(600)
-                # generate() may say a placeholder's id, which is never sampled here: equal up to there.
-                forbidden = [i for i, token in enumerate(answer.token_ids) if token in case.model.forbidden_token_ids]
-                count = min(forbidden, default=NEW_TOKENS)
-                assert list(output.token_ids[:count]) == list(answer.token_ids[:count])
-                assert output.logprobs is not None
-                for entry, logprobs in zip(output.logprobs[:count], answer.logprobs, strict=False):
-                    assert abs(entry.chosen.logprob - float(logprobs[entry.chosen.token_id])) < TOLERANCE
+                case.assert_as_generate(output, answer)
         longest_prompt = max(case.prompts, key=lambda prompt: len(prompt.token_ids))
         again = [engine.submit(longest_prompt, SamplingParams(max_tokens=4)).result(600) for _ in range(2)]
         assert again[0].token_ids == again[1].token_ids
