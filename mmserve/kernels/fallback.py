@@ -6,8 +6,12 @@ import torch
 import torch.nn.functional as F
 
 __all__ = [
+    "dense",
+    "dense_pays",
     "full_attention",
     "gelu_tanh_",
+    "layer_norm",
+    "least_dense_rows",
     "linear",
     "most_linear_rows",
     "paged_attention",
@@ -17,6 +21,7 @@ __all__ = [
 ]
 
 most_linear_rows = 16
+least_dense_rows = 64
 
 
 def linear(
@@ -25,6 +30,34 @@ def linear(
     """x [rows, k], weight [n, k], bias [n], residual [rows, n] -> [rows, n]."""
     y = F.linear(x, weight, bias)
     return y if residual is None else y + residual
+
+
+def dense_pays(element_size: int) -> bool:
+    """Never: this is torch."""
+    return False
+
+
+def dense(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    """x [rows, k], weight [n, k], bias [n], residual [rows, n] -> [rows, n]."""
+    y = F.linear(x, weight, bias)
+    if activation == "gelu_tanh":
+        y = F.gelu(y, approximate="tanh")
+    elif activation == "quick_gelu":
+        y = y * torch.sigmoid(1.702 * y)
+    elif activation != "none":
+        raise ValueError(f"there is no activation {activation!r}: none, gelu_tanh, quick_gelu")
+    return y if residual is None else y + residual
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., w], weight and bias [w] -> [..., w]."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -31,6 +31,31 @@ class KernelLibrary(Protocol):
         """x [rows, k] times weight [n, k], plus bias [n] and residual [rows, n] -> [rows, n]; k even for bfloat16."""
         ...
 
+    least_dense_rows: int
+    """The fewest rows for which `dense` is better than torch, where it is at all."""
+
+    def dense_pays(self, element_size: int) -> bool:
+        """Whether `dense` is faster than torch for elements of so many bytes on this processor."""
+        ...
+
+    def dense(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        activation: str,
+    ) -> torch.Tensor:
+        """activation(x [rows, k] times weight [n, k] plus bias [n]) plus residual [rows, n] -> [rows, n].
+
+        For many rows; k even for bfloat16; activation "none", "gelu_tanh" or "quick_gelu".
+        """
+        ...
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [..., w] less its mean, over its deviation (eps added to the variance), times weight [w], plus bias [w]."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., w] over the root of its mean square (eps added), times weight [w] -> [..., w]."""
         ...

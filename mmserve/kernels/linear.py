@@ -12,7 +12,8 @@ __all__ = ["FewRowLinear"]
 
 
 class FewRowLinear(nn.Linear):
-    """A linear layer; up to 16 rows go through the kernel, more through torch, whose large products are good.
+    """A linear layer; up to 16 rows go through one kernel, 64 and more through another where that pays, others
+    through torch.
 
     The weight stays as it is, row by row: nothing is packed or copied, a tied embedding stays tied, and the
     state dict does not change. `take_over` turns an existing layer into one in place.
@@ -42,7 +43,13 @@ class FewRowLinear(nn.Linear):
         """[..., in_features] -> [..., out_features]."""
         library = kernels()
         rows = input.numel() // self.in_features
-        if rows > library.most_linear_rows or input.dtype != self.weight.dtype:
+        few = rows <= library.most_linear_rows
+        many = rows >= library.least_dense_rows and library.dense_pays(self.weight.element_size())
+        if not (few or many) or input.dtype != self.weight.dtype:
             return F.linear(input, self.weight, self.bias)
         flat = input.reshape(rows, self.in_features)
-        return library.linear(flat, self.weight, self.bias, None).view(*input.shape[:-1], self.out_features)
+        if few:
+            out = library.linear(flat, self.weight, self.bias, None)
+        else:
+            out = library.dense(flat, self.weight, self.bias, None, "none")
+        return out.view(*input.shape[:-1], self.out_features)

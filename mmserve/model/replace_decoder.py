@@ -8,8 +8,7 @@ there and stay as they are.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import nn
 from mmserve.attention.interface import AttentionMetadata, AttentionSpec, LayerCache
 from mmserve.attention.reference import ReferenceBackend
 from mmserve.kernels.decoder import DecoderWeights, NativeDecoderLayer
+from mmserve.model.fuse import float_twin, join_weights
 from mmserve.model.memory import give_back
 from mmserve.model.replace_checks import any_overridden, plain_attributes
 from mmserve.model.text_attention import LayerBinding, PagedStep
@@ -138,19 +138,9 @@ def _weights(layer: Any, fused_qkv: torch.Tensor, gate_up: torch.Tensor) -> Deco
 def _fuse(layer: Any) -> DecoderWeights:
     """A layer's weights with its projections fused; those of the layer become views, so no weight is kept twice."""
     attention, mlp = layer.self_attn, layer.mlp
-    qkv = _join((attention.q_proj, attention.k_proj, attention.v_proj))
-    gate_up = _join((mlp.gate_proj, mlp.up_proj))
+    qkv = join_weights((attention.q_proj, attention.k_proj, attention.v_proj))
+    gate_up = join_weights((mlp.gate_proj, mlp.up_proj))
     return _weights(layer, qkv, gate_up)
-
-
-def _join(parts: Sequence[nn.Linear]) -> torch.Tensor:
-    """The weights of `parts` in one tensor, which they are views of afterwards."""
-    fused = torch.cat([part.weight.data for part in parts])
-    start = 0
-    for part in parts:
-        part.weight.data = fused[start : start + part.out_features]
-        start += part.out_features
-    return fused
 
 
 def _forward(layer: Any, native: NativeDecoderLayer, head_size: int) -> Callable[..., torch.Tensor]:
@@ -210,23 +200,11 @@ def _differs(layer: nn.Module, spec: AttentionSpec, rotary: nn.Module) -> str | 
 
 
 def _twin(layer: Any) -> Any:
-    """A float32 copy of a layer with its MLP cut to a few columns: what it computes shows in those as in all.
-
-    So the trial of a layer holds its attention in float32 and not all of it: an MLP is most of a layer's weights.
-    """
+    """A float32 copy of a layer with its MLP cut to a few columns."""
     mlp = layer.mlp
-    narrow = {id(part.weight): part.weight[:_COLUMNS] for part in (mlp.gate_proj, mlp.up_proj)}
-    narrow[id(mlp.down_proj.weight)] = mlp.down_proj.weight[:, :_COLUMNS]
-    copies: dict[int, Any] = {
-        id(parameter): nn.Parameter(
-            narrow.get(id(parameter), parameter).detach().to(torch.float32, copy=True).contiguous(), requires_grad=False
-        )
-        for parameter in layer.parameters()
-    }
-    twin = copy.deepcopy(layer, copies)
-    for part in (twin.mlp.gate_proj, twin.mlp.up_proj, twin.mlp.down_proj):
-        part.out_features, part.in_features = part.weight.shape
-    return twin.float()
+    narrow = {part.weight: part.weight[:_COLUMNS] for part in (mlp.gate_proj, mlp.up_proj)}
+    narrow[mlp.down_proj.weight] = mlp.down_proj.weight[:, :_COLUMNS]
+    return float_twin(layer, narrow)
 
 
 def trial_metadata() -> tuple[AttentionMetadata, torch.Tensor]:

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from mmserve.kernels.library import kernels
 from mmserve.model.replace_checks import any_overridden, overridden
+from mmserve.model.replace_encoder import replace_encoder_layers
 
 __all__ = ["NAME", "encoder_attention", "replace_tower"]
 
@@ -49,6 +50,7 @@ def replace_tower(model: Any) -> Iterator[tuple[str, int, str | None]]:
         except (ValueError, KeyError, AttributeError) as error:
             yield "vision attention", 0, f"it can not be set: {error}"
     inside = [module for name, module in model.named_modules() if "vision" in name]
+    yield ("vision layers as one native call", *replace_encoder_layers(inside))
     yield "vision activations", sum(_replace_activation(module) for module in inside), None
     yield "vision encoders, one tile at a time", sum(_split_batches(module) for module in inside), None
 

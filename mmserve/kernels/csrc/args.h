@@ -24,6 +24,21 @@ struct LinearArgs {
   int64_t x_stride, y_stride;
 };
 
+enum class Activation { kNone, kGeluTanh, kQuickGelu };
+
+// y[rows, n] = activation(x[rows, k] * weight[n, k]^T + bias) (+ residual), for many rows; weight rows are contiguous.
+struct DenseArgs {
+  const void* x;         // [rows, k], row stride x_stride
+  void* packed;          // dense_bytes: the rows as the tiles want them
+  const void* weight;    // [n, k]
+  const void* bias;      // [n] or null
+  const void* residual;  // [rows, n], row stride y_stride, or null
+  void* y;               // [rows, n], row stride y_stride
+  int64_t rows, n, k;
+  int64_t x_stride, y_stride;
+  Activation activation;
+};
+
 // Where the keys and values of one sequence lie: key j is in slot (table ? table[j / B] * B + j % B : j).
 struct KeySource {
   const void* key;       // of slot 0, head 0
@@ -73,6 +88,11 @@ struct PackSizes {
 struct Kernels {
   void (*linear)(const LinearArgs&, int64_t n_begin, int64_t n_end);
 
+  int64_t (*dense_panels)(int64_t rows);
+  int64_t (*dense_bytes)(int64_t rows, int64_t k);
+  void (*dense_pack)(const DenseArgs&, int64_t panel);
+  void (*dense)(const DenseArgs&, int64_t panel, int64_t n_begin, int64_t n_end);
+
   PackSizes (*flash_sizes)(const AttentionArgs&, int64_t num_keys);
   void (*flash_pack)(const AttentionArgs&, const FlashJob&, int64_t key_begin, int64_t key_end);
   int64_t (*flash_scratch)(const AttentionArgs&);
@@ -83,6 +103,8 @@ struct Kernels {
 
   // out[w] = x[w] / rms(x) * weight[w]
   void (*rms_norm)(const void* x, const void* weight, float eps, void* out, int64_t width);
+  // out[w] = (x[w] - mean(x)) / deviation(x) * weight[w] + bias[w]
+  void (*layer_norm)(const void* x, const void* weight, const void* bias, float eps, void* out, int64_t width);
   // out[w] = silu(gate[w]) * up[w]
   void (*silu_mul)(const void* gate, const void* up, void* out, int64_t width);
   // out[w] = gelu(x[w]), the tanh form; out may be x
@@ -94,11 +116,13 @@ struct Kernels {
 struct InstructionSet {
   const char* name;
   Kernels bf16, f32;
+  bool dense_bf16;  // whether its dense products of bf16 are as fast as the processor's own instructions for them
 };
 
 constexpr int64_t kFlashRows = 48;     // query rows of one flash_rows call
 constexpr int64_t kDecodeSplit = 256;  // keys of a split: fixed, so that a result does not depend on the batch
 constexpr int64_t kLinearRows = 16;    // the most rows that `linear` takes
+constexpr int64_t kDenseRows = 64;     // the fewest rows for which `dense` is better than torch where it pays
 constexpr int64_t kPackStep = 64;      // flash_pack ranges begin at multiples of this
 
 #if defined(__x86_64__) || defined(_M_X64)

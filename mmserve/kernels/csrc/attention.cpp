@@ -104,9 +104,11 @@ void check_int32(const at::Tensor& x, const char* what) {
 
 }  // namespace
 
-char* workspace(int64_t bytes) {
-  thread_local std::unique_ptr<char[], Free> memory;
-  thread_local int64_t size = 0;
+char* workspace(int64_t bytes, Memory which) {
+  thread_local std::unique_ptr<char[], Free> memories[2];
+  thread_local int64_t sizes[2] = {0, 0};
+  auto& memory = memories[static_cast<int>(which)];
+  int64_t& size = sizes[static_cast<int>(which)];
   if (bytes > size) {
     memory.reset();
     size = 0;
@@ -208,6 +210,14 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key_cache,
 }
 
 at::Tensor full_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double scale) {
+  TORCH_CHECK(query.dim() == 4 && value.dim() == 4, "query, key and value must be [B, H, S, D]");
+  at::Tensor out = at::empty({query.size(0), query.size(2), query.size(1), value.size(3)}, query.options());
+  full_attention_into(query, key, value, scale, out);
+  return out;
+}
+
+void full_attention_into(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double scale,
+                         at::Tensor& out) {
   check_element_type(query, "query");
   TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, "query, key and value must be [B, H, S, D]");
   TORCH_CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(),
@@ -219,8 +229,9 @@ at::Tensor full_attention(const at::Tensor& query, const at::Tensor& key, const 
               "query ", query.sizes(), ", key ", key.sizes(), " and value ", value.sizes(), " do not fit");
   TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "the last dimension must be dense");
   TORCH_CHECK(d * query.element_size() % 4 == 0 && d <= 512 && dv <= 512, "head sizes must be even and at most 512");
-  at::Tensor out = at::empty({batch, queries, heads, dv}, query.options());
-  if (out.numel() == 0) return out;
+  TORCH_CHECK(out.is_contiguous() && out.sizes() == at::IntArrayRef({batch, queries, heads, dv}) &&
+                  out.scalar_type() == query.scalar_type(), "out is ", out.sizes());
+  if (out.numel() == 0) return;
   const int64_t size = static_cast<int64_t>(query.element_size());
   const Kernels& kernels = kernels_for(query.element_size());
   // Queries of image b are "tokens" b * tokens_apart ...: one set of strides serves the whole batch if it can.
@@ -242,7 +253,6 @@ at::Tensor full_attention(const at::Tensor& query, const at::Tensor& key, const 
     flash.run();
     b0 += count;
   }
-  return out;
 }
 
 }  // namespace mmserve

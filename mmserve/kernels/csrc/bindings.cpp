@@ -1,6 +1,7 @@
 // The Python face. Every call that computes lets go of the interpreter's lock.
 #include <torch/csrc/utils/pybind.h>
 
+#include "encoder.h"
 #include "layer.h"
 
 namespace py = pybind11;
@@ -14,6 +15,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("most_linear_rows") = kLinearRows;
 
   m.def("linear", &linear, Unlocked());
+  m.def("dense", &dense, Unlocked());
+  m.def("dense_pays", &dense_pays);
+  m.attr("least_dense_rows") = kDenseRows;
+  m.def("layer_norm", &layer_norm, Unlocked());
   m.def("rms_norm", &rms_norm, Unlocked());
   m.def("silu_mul", &silu_mul, Unlocked());
   m.def("gelu_tanh_", &gelu_tanh_, Unlocked());
@@ -45,6 +50,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                  {cu_seqlens_q, key_lens, block_tables, lo, hi});
           },
           Unlocked());
+
+  py::class_<EncoderLayer, std::shared_ptr<EncoderLayer>>(m, "EncoderLayer")
+      .def(py::init([](at::Tensor input_norm, at::Tensor input_norm_bias, double input_eps, at::Tensor qkv,
+                       at::Tensor qkv_bias, at::Tensor output, at::Tensor output_bias, at::Tensor middle_norm,
+                       at::Tensor middle_norm_bias, double middle_eps, at::Tensor up, at::Tensor up_bias,
+                       at::Tensor down, at::Tensor down_bias, int64_t heads, double scale,
+                       const std::string& activation) {
+        return new EncoderLayer({input_norm, input_norm_bias, qkv, qkv_bias, output, output_bias, middle_norm,
+                                 middle_norm_bias, up, up_bias, down, down_bias},
+                                heads, scale, input_eps, middle_eps, activation_named(activation));
+      }))
+      .def("forward", &EncoderLayer::forward, Unlocked());
 
   // Layers one after the other; each has its own cache and intervals.
   m.def(

@@ -1,5 +1,9 @@
 #include "dispatch.h"
 
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <stdexcept>
 
@@ -23,6 +27,15 @@ std::vector<const InstructionSet*> runnable() {
 const std::vector<const InstructionSet*>& sets() {
   static const std::vector<const InstructionSet*> found = runnable();
   return found;
+}
+
+bool has_matrix_units() {
+#if defined(__x86_64__) || defined(_M_X64)
+  unsigned int a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);  // AMX-BF16
+#else
+  return false;
+#endif
 }
 
 std::atomic<const InstructionSet*>& active() {
@@ -52,6 +65,11 @@ void use_instruction_set(const std::string& name) {
 const Kernels& kernels_for(size_t element_size) {
   const InstructionSet* set = active().load(std::memory_order_relaxed);
   return element_size == 2 ? set->bf16 : set->f32;
+}
+
+bool dense_pays(size_t element_size) {
+  static const bool matrix_units = has_matrix_units();
+  return element_size == 2 && !matrix_units && active().load(std::memory_order_relaxed)->dense_bf16;
 }
 
 }  // namespace mmserve

@@ -16,4 +16,8 @@ void use_instruction_set(const std::string& name);
 // The active kernels for elements of 2 bytes (bf16) or 4 (float).
 const Kernels& kernels_for(size_t element_size);
 
+// Whether dense products of such elements are better run here than by torch: it has what a processor with matrix
+// units (AMX) needs, and in float32 it is as fast.
+bool dense_pays(size_t element_size);
+
 }  // namespace mmserve

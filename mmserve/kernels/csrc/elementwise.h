@@ -53,6 +53,37 @@ static void rms_norm(const void* x_, const void* weight_, float eps, void* out_,
     e_store_first(out + i, f_mul(f_mul(e_load_first(x + i, rest), scale), e_load_first(weight + i, rest)), rest);
 }
 
+// The mean first, then the squares of what is left: one pass would lose small deviations from a large mean.
+template <typename T>
+static void layer_norm(const void* x_, const void* weight_, const void* bias_, float eps, void* out_, int64_t width) {
+  const T *x = static_cast<const T*>(x_), *weight = static_cast<const T*>(weight_), *bias = static_cast<const T*>(bias_);
+  T* out = static_cast<T*>(out_);
+  const int64_t whole = width / W * W;
+  const int rest = static_cast<int>(width - whole);
+  F sum = f_set(0.0f);
+  for (int64_t i = 0; i < whole; i += W) sum = f_add(sum, e_load<T>(x + i));
+  if (rest) sum = f_add(sum, e_load_first(x + whole, rest));
+  const F mean = f_set(f_sum(sum) / static_cast<float>(width));
+  F squares = f_set(0.0f);
+  for (int64_t i = 0; i < whole; i += W) {
+    const F off = f_sub(e_load<T>(x + i), mean);
+    squares = f_fma(off, off, squares);
+  }
+  float tail[W] = {};
+  if (rest) {
+    f_store(tail, f_sub(e_load_first(x + whole, rest), mean));
+    for (int i = rest; i < W; ++i) tail[i] = 0.0f;
+    squares = f_fma(f_load(tail), f_load(tail), squares);
+  }
+  const F scale = f_set(1.0f / __builtin_sqrtf(f_sum(squares) / static_cast<float>(width) + eps));
+  for (int64_t i = 0; i < whole; i += W)
+    e_store(out + i, f_fma(f_mul(f_sub(e_load<T>(x + i), mean), scale), e_load<T>(weight + i), e_load<T>(bias + i)));
+  if (rest)
+    e_store_first(out + whole,
+                  f_fma(f_mul(f_load(tail), scale), e_load_first(weight + whole, rest), e_load_first(bias + whole, rest)),
+                  rest);
+}
+
 LANES F silu_times(F gate, F up) { return f_mul(f_mul(gate, f_sigmoid(gate)), up); }
 
 template <typename T>

@@ -2,5 +2,6 @@
 #include "attention.cpp"
 #include "bindings.cpp"
 #include "dispatch.cpp"
+#include "encoder.cpp"
 #include "layer.cpp"
 #include "products.cpp"

@@ -24,6 +24,13 @@ struct Batch {
 // x [rows, k], rows <= 16; weight [n, k]; bias [n]; residual [rows, n] -> [rows, n].
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias, const MaybeTensor& residual);
 
+// x [rows, k], any number of rows; weight [n, k]; bias [n]; residual [rows, n] -> [rows, n].
+at::Tensor dense(const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias, const MaybeTensor& residual,
+                 const std::string& activation);
+// The same over plain memory; `args.packed` is taken from the workspace.
+void run_dense(const Kernels& kernels, DenseArgs args, int64_t element_size);
+Activation activation_named(const std::string& name);
+
 // key [T, K, D], value [T, K, Dv] into key_cache [N, B, K, D], value_cache [N, B, K, Dv] at slots int64 [T].
 void write_cache(const at::Tensor& key, const at::Tensor& value, const at::Tensor& key_cache,
                  const at::Tensor& value_cache, const at::Tensor& slots);
@@ -34,7 +41,11 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key_cache,
 
 // query [B, H, S, D], key [B, K, L, D], value [B, K, L, Dv], every query sees every key -> [B, S, H, Dv].
 at::Tensor full_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double scale);
+// The same into `out`, a contiguous [B, S, H, Dv].
+void full_attention_into(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double scale,
+                         at::Tensor& out);
 
+at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps);
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
 // gate_up [..., 2 w], gates first -> [..., w].
 at::Tensor silu_mul(const at::Tensor& gate_up);
@@ -59,6 +70,8 @@ void for_each_item(int64_t count, const Function& f) {
 }
 
 // Memory of the calling thread that lives on from call to call, so that large calls do not fault it in each time.
-char* workspace(int64_t bytes);
+// What one operator needs while it runs, and what a layer keeps between its operators, are two memories.
+enum class Memory { kOperator, kLayer };
+char* workspace(int64_t bytes, Memory which = Memory::kOperator);
 
 }  // namespace mmserve

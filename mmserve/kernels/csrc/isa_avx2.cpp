@@ -26,12 +26,14 @@ namespace mmserve::avx2 {
 
 #include "flash.h"
 
+#include "dense.h"
+
 #include "decode.h"
 
 #include "table.h"
 
 const InstructionSet& instruction_set() {
-  static const InstructionSet set = {"avx2", kernels<Bf16>(), kernels<float>()};
+  static const InstructionSet set = {"avx2", kernels<Bf16>(), kernels<float>(), false};
   return set;
 }
 }  // namespace mmserve::avx2

@@ -26,12 +26,14 @@ namespace mmserve::avx512 {
 
 #include "flash.h"
 
+#include "dense.h"
+
 #include "decode.h"
 
 #include "table.h"
 
 const InstructionSet& instruction_set() {
-  static const InstructionSet set = {"avx512", kernels<Bf16>(), kernels<float>()};
+  static const InstructionSet set = {"avx512", kernels<Bf16>(), kernels<float>(), true};
   return set;
 }
 }  // namespace mmserve::avx512

@@ -12,12 +12,14 @@ namespace mmserve::plain {
 
 #include "flash.h"
 
+#include "dense.h"
+
 #include "decode.h"
 
 #include "table.h"
 
 const InstructionSet& instruction_set() {
-  static const InstructionSet set = {"plain", kernels<Bf16>(), kernels<float>()};
+  static const InstructionSet set = {"plain", kernels<Bf16>(), kernels<float>(), false};
   return set;
 }
 }  // namespace mmserve::plain

@@ -40,6 +40,7 @@ LANES U u_zero() { return _mm256_setzero_si256(); }
 LANES U u_load(const void* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 LANES U u_load_first(const void* p, int n) { return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), first(n)); }
 LANES void u_store(void* p, U x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+LANES F f_from(U x) { return _mm256_castsi256_ps(x); }  // the same bits
 LANES U u_set(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 
 LANES F high_half(U x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(-65536))); }

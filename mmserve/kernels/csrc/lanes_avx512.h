@@ -29,6 +29,7 @@ LANES U u_zero() { return _mm512_setzero_si512(); }
 LANES U u_load(const void* p) { return _mm512_loadu_si512(p); }
 LANES U u_load_first(const void* p, int n) { return _mm512_maskz_loadu_epi32(first(n), p); }
 LANES void u_store(void* p, U x) { _mm512_storeu_si512(p, x); }
+LANES F f_from(U x) { return _mm512_castsi512_ps(x); }  // the same bits
 LANES U u_set(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 
 template <typename T>

@@ -57,6 +57,7 @@ LANES U u_load_first(const void* p, int n) {
   return x;
 }
 LANES void u_store(void* p, U x) { __builtin_memcpy(p, &x, sizeof x); }
+LANES F f_from(U x) { return (F)x; }  // the same bits
 LANES U u_set(uint32_t x) { return U{x, x, x, x, x, x, x, x}; }
 
 LANES F high_half(U x) { return (F)(x & 0xffff0000u); }

@@ -22,16 +22,22 @@ void check_same(const MaybeTensor& x, const at::Tensor& like, at::IntArrayRef sh
               " must be a contiguous ", like.scalar_type(), " of shape ", shape);
 }
 
-}  // namespace
-
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias, const MaybeTensor& residual) {
+void check_product(const at::Tensor& x, const at::Tensor& weight) {
   check_element_type(x, "x");
-  const int64_t rows = x.size(0), k = x.size(-1), n = weight.size(0);
-  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && rows <= kLinearRows, "x must be [rows <= ", kLinearRows, ", k]");
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "x must be [rows, k], its rows dense");
+  const int64_t k = x.size(1);
   TORCH_CHECK(weight.dim() == 2 && weight.size(1) == k && weight.is_contiguous(), "weight must be a contiguous [n, ", k,
               "]");
   TORCH_CHECK(weight.scalar_type() == x.scalar_type(), "weight is ", weight.scalar_type(), ", x ", x.scalar_type());
   TORCH_CHECK(k * x.element_size() % 4 == 0, "k must be even for bfloat16");
+}
+
+}  // namespace
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias, const MaybeTensor& residual) {
+  check_product(x, weight);
+  const int64_t rows = x.size(0), k = x.size(1), n = weight.size(0);
+  TORCH_CHECK(rows <= kLinearRows, "x must be [rows <= ", kLinearRows, ", k]");
   check_same(bias, x, {n}, "bias");
   check_same(residual, x, {rows, n}, "residual");
   at::Tensor y = at::empty({rows, n}, x.options());
@@ -45,6 +51,65 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const MaybeTens
   for_each_item((n + step - 1) / step,
                 [&](int64_t item, int64_t) { kernels.linear(args, item * step, std::min(n, (item + 1) * step)); });
   return y;
+}
+
+Activation activation_named(const std::string& name) {
+  if (name == "none") return Activation::kNone;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "quick_gelu") return Activation::kQuickGelu;
+  TORCH_CHECK_VALUE(false, "there is no activation '", name, "': none, gelu_tanh, quick_gelu");
+}
+
+void run_dense(const Kernels& kernels, DenseArgs args, int64_t element_size) {
+  args.packed = workspace(kernels.dense_bytes(args.rows, args.k));
+  const int64_t panels = kernels.dense_panels(args.rows);
+  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) kernels.dense_pack(args, panel);
+  });
+  // A band of weight rows stays in a core's own cache while panels of rows pass; a few panels an item, so that
+  // threads come out even. Items of one band follow each other.
+  constexpr int64_t kBandBytes = 256 << 10, kColumns = 48, kPanels = 4;
+  const int64_t band = std::max<int64_t>(1, kBandBytes / (args.k * element_size) / kColumns) * kColumns;
+  const int64_t runs = (panels + kPanels - 1) / kPanels, bands = (args.n + band - 1) / band;
+  for_each_item(bands * runs, [&](int64_t item, int64_t) {
+    const int64_t n = item / runs * band, first = item % runs * kPanels;
+    for (int64_t panel = first; panel < std::min(panels, first + kPanels); ++panel)
+      kernels.dense(args, panel, n, std::min(args.n, n + band));
+  });
+}
+
+at::Tensor dense(const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias, const MaybeTensor& residual,
+                 const std::string& activation) {
+  check_product(x, weight);
+  const int64_t rows = x.size(0), k = x.size(1), n = weight.size(0);
+  check_same(bias, x, {n}, "bias");
+  check_same(residual, x, {rows, n}, "residual");
+  at::Tensor y = at::empty({rows, n}, x.options());
+  if (y.numel() == 0) return y;
+  run_dense(kernels_for(x.element_size()),
+            {x.const_data_ptr(), nullptr, weight.const_data_ptr(), data_or_null(bias), data_or_null(residual),
+             y.data_ptr(), rows, n, k, x.stride(0), n, activation_named(activation)},
+            static_cast<int64_t>(x.element_size()));
+  return y;
+}
+
+at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
+  check_element_type(x, "x");
+  TORCH_CHECK(x.is_contiguous(), "x must be contiguous");
+  check_same(weight, x, {x.size(-1)}, "weight");
+  check_same(bias, x, {x.size(-1)}, "bias");
+  at::Tensor out = at::empty_like(x);
+  const int64_t width = x.size(-1), rows = width ? x.numel() / width : 0;
+  const int64_t bytes = width * static_cast<int64_t>(x.element_size());
+  const Kernels& kernels = kernels_for(x.element_size());
+  const char* from = static_cast<const char*>(x.const_data_ptr());
+  char* to = static_cast<char*>(out.data_ptr());
+  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      kernels.layer_norm(from + row * bytes, weight.const_data_ptr(), bias.const_data_ptr(), static_cast<float>(eps),
+                         to + row * bytes, width);
+  });
+  return out;
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {

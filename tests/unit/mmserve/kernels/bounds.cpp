@@ -86,10 +86,31 @@ void linear(const Type& type) {
   type.check_finite(*y, rows * n);
 }
 
+void dense(const Type& type) {
+  const int64_t rows = 1 + rng() % 150, n = pick({1, 3, 16, 47, 48, 60, 130}), k = pick({2, 10, 32, 34, 100});
+  auto x = type.random(rows * k), weight = type.random(n * k), bias = type.random(n), residual = type.random(rows * n);
+  auto y = type.empty(rows * n);
+  Guarded packed(type.kernels->dense_bytes(rows, k));
+  const bool more = rng() % 2;
+  const Activation activations[] = {Activation::kNone, Activation::kGeluTanh, Activation::kQuickGelu};
+  const DenseArgs args = {x->data(), packed.data(), weight->data(), more ? bias->data() : nullptr,
+                          more ? residual->data() : nullptr, y->data(), rows, n, k, k, n, activations[rng() % 3]};
+  const int64_t cut = rng() % (n + 1);
+  for (int64_t panel = 0; panel < type.kernels->dense_panels(rows); ++panel) {
+    type.kernels->dense_pack(args, panel);
+    type.kernels->dense(args, panel, 0, cut);
+    type.kernels->dense(args, panel, cut, n);
+  }
+  type.check_finite(*y, rows * n);
+}
+
 void small(const Type& type) {
   const int64_t width = pick({1, 2, 15, 16, 33, 576});
   auto x = type.random(width), y = type.random(width), out = type.empty(width);
   type.kernels->rms_norm(x->data(), y->data(), 1e-5f, out->data(), width);
+  type.check_finite(*out, width);
+  auto offset = type.random(width);
+  type.kernels->layer_norm(x->data(), y->data(), offset->data(), 1e-5f, out->data(), width);
   type.check_finite(*out, width);
   type.kernels->silu_mul(x->data(), y->data(), out->data(), width);
   type.check_finite(*out, width);
@@ -158,6 +179,7 @@ int main() {
       for (const int64_t size : {2, 4}) {
         const Type type = {size, &kernels_for(static_cast<size_t>(size))};
         linear(type);
+        dense(type);
         small(type);
         attention(type, true);
         attention(type, false);

@@ -41,6 +41,44 @@ def test_a_row_does_not_depend_on_the_others(compiled: KernelLibrary, dtype: tor
         assert torch.equal(together, apart)
 
 
+ACTIVATED = {
+    "none": lambda y: y,
+    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    "quick_gelu": lambda y: y * torch.sigmoid(1.702 * y),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 64, 80, 131])
+def test_dense(library: KernelLibrary, rows: int, dtype: torch.dtype) -> None:
+    for n, k in [*SHAPES, (48, 64), (50, 36), (300, 48)]:
+        x, weight = normal(rows, k, dtype=dtype, seed=1), normal(n, k, dtype=dtype, seed=2) / k**0.5
+        bias, residual = normal(n, dtype=dtype, seed=3), normal(rows, n, dtype=dtype, seed=4)
+        product = x.double() @ weight.double().T
+        assert_near(library.dense(x, weight, None, None, "none"), product)
+        for activation, form in ACTIVATED.items():
+            expected = form(product + bias.double()) + residual.double()
+            assert_near(library.dense(x, weight, bias, residual, activation), expected, factor=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_many_does_not_depend_on_the_others(compiled: KernelLibrary, dtype: torch.dtype) -> None:
+    x, weight = normal(131, 100, dtype=dtype, seed=1), normal(130, 100, dtype=dtype, seed=2)
+    together = compiled.dense(x, weight, None, None, "gelu_tanh")
+    for begin, end in [(0, 1), (3, 70), (100, 131)]:
+        assert torch.equal(compiled.dense(x[begin:end], weight, None, None, "gelu_tanh"), together[begin:end])
+
+
+def test_dense_products_are_worth_it_for_bfloat16_alone(compiled: KernelLibrary) -> None:
+    assert not compiled.dense_pays(4)
+    before = compiled.active_instruction_set()
+    try:
+        compiled.use_instruction_set("plain")
+        assert not compiled.dense_pays(2)
+    finally:
+        compiled.use_instruction_set(before)
+
+
 def test_rows_may_lie_apart(library: KernelLibrary) -> None:
     wide, weight = normal(3, 64, dtype=torch.float32, seed=1), normal(5, 20, dtype=torch.float32, seed=2)
     assert_near(library.linear(wide[:, 10:30], weight, None, None), wide[:, 10:30].double() @ weight.double().T)
@@ -59,6 +97,19 @@ def test_what_does_not_fit_is_refused(compiled: KernelLibrary) -> None:
     ):
         with pytest.raises(RuntimeError):
             compiled.linear(*bad)
+    for bad_dense in (
+        (x, torch.zeros(4, 6), None, None, "none"),
+        (x, weight, torch.zeros(3), None, "none"),
+        (x, weight, None, torch.zeros(2, 5), "none"),
+        (torch.zeros(2, 7).bfloat16(), torch.zeros(4, 7).bfloat16(), None, None, "none"),
+    ):
+        with pytest.raises(RuntimeError):
+            compiled.dense(*bad_dense)
+
+
+def test_an_unknown_activation_is_named(library: KernelLibrary) -> None:
+    with pytest.raises(ValueError, match=r"no activation 'relu'.*quick_gelu"):
+        library.dense(torch.zeros(2, 8), torch.zeros(4, 8), None, None, "relu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,6 +119,11 @@ def test_row_wise_operations(library: KernelLibrary, width: int, dtype: torch.dt
     wide = x.double()
     expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     assert_near(library.rms_norm(x, weight, 1e-5), expected)
+
+    bias = normal(width, dtype=dtype, seed=5)
+    shifted = x + 20  # a mean far from zero: squares of the whole would lose the deviations
+    normed = F.layer_norm(shifted.double(), (width,), weight.double(), bias.double(), 1e-5)
+    assert_near(library.layer_norm(shifted, weight, bias, 1e-5), normed, factor=20 if dtype == torch.float32 else 1)
 
     gate_up = 4 * normal(2, 3, 2 * width, dtype=dtype, seed=3)
     gate, up = gate_up.double().chunk(2, dim=-1)

@@ -264,6 +264,9 @@ def vision_model(dtype: torch.dtype = torch.float32) -> Any:
     return Idefics3ForConditionalGeneration._from_config(config, dtype=dtype).eval().requires_grad_(False)
 
 
+FLOAT32 = "torch's own products are as fast here"
+
+
 class TestTower:
     @pytest.mark.parametrize("padded", [False, True])
     def test_features_are_the_same(self, padded: bool) -> None:
@@ -275,7 +278,7 @@ class TestTower:
             expected = model.get_image_features(pixels, mask, return_dict=True).pooler_output
             done = list(replace_tower(model))
             actual = model.get_image_features(pixels, mask, return_dict=True).pooler_output
-        assert [(count, why) for _, count, why in done] == [(1, None), (2, None), (1, None)]
+        assert [(count, why) for _, count, why in done] == [(1, None), (0, FLOAT32), (2, None), (1, None)]
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
     def test_the_kernel_really_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +309,7 @@ def test_everything_at_once_and_what_is_said_of_it() -> None:
     specs = specs_of(model)
     said = [replacement.describe() for replacement in replace_layers(model, specs, frozenset(specs))]
     assert [(entry["count"], entry["declined"]) for entry in said] == [
-        (2, None), (1, None), (1, None), (15, None), (1, None), (2, None), (1, None),
+        (2, None), (1, None), (1, None), (15, None), (1, None), (0, FLOAT32), (2, None), (1, None),
     ]  # fmt: skip
     assert isinstance(model.lm_head, FewRowLinear)
     assert isinstance(model.model.vision_model.encoder.layers[0].mlp.activation_fn, nn.Module)
