@@ -113,7 +113,7 @@ def test_the_callers_settings_do_not_reach_the_encoder() -> None:
 
 
 def test_a_text_on_which_the_tokenizer_panics_is_an_error_of_its_own() -> None:
-    """The Rust library's panic is no `Exception` (and has no importable class): it would end the thread that meets it."""
+    """The Rust library's panic is no `Exception`, and its class can not be imported: it would end a whole thread."""
 
     class PanicException(BaseException):
         pass
@@ -124,7 +124,7 @@ def test_a_text_on_which_the_tokenizer_panics_is_an_error_of_its_own() -> None:
 
     encoder = PromptEncoder(_metaspace())
     encoder._backend = Backend()
-    with pytest.raises(PromptError, match="the tokenizer fails on this text: .*out of bounds"):
+    with pytest.raises(PromptError, match=r"the tokenizer fails on this text: .*out of bounds"):
         encoder.encode([_text("hello")])
 
 
