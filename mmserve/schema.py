@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Strict, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticSerializationError
 
 from mmserve.errors import ConfigError, InvalidRequestError, MMServeError
 
@@ -55,6 +56,16 @@ class Schema(BaseModel):
         with _own_errors(cls):
             return super().model_validate_json(json_data, **kwargs)
 
+    def model_dump(self, **kwargs: Any) -> dict[str, Any]:
+        """As pydantic's, raising `error_type` for what has no JSON form (`mode="json"`)."""
+        with _own_write_errors(type(self)):
+            return super().model_dump(**kwargs)
+
+    def model_dump_json(self, **kwargs: Any) -> str:
+        """As pydantic's, raising `error_type` for what has no JSON form."""
+        with _own_write_errors(type(self)):
+            return super().model_dump_json(**kwargs)
+
 
 @contextlib.contextmanager
 def _own_errors(cls: type[Schema]) -> Iterator[None]:
@@ -66,6 +77,16 @@ def _own_errors(cls: type[Schema]) -> Iterator[None]:
         if "keywords must be strings" not in str(error):
             raise
         raise cls.error_type(f"{cls.__name__}: a field's name is a string, here or in what it holds") from None
+
+
+@contextlib.contextmanager
+def _own_write_errors(cls: type[Schema]) -> Iterator[None]:
+    """Pydantic wraps what a serializer raises: an error of ours, or of a picture that can not be read."""
+    try:
+        yield
+    except PydanticSerializationError as error:
+        reason = re.sub(r"^((Error serializing to JSON|Error calling function `\w+`|\w+): )+", "", str(error))
+        raise cls.error_type(f"{cls.__name__} can not be written as JSON: {_shorten(reason)}") from error
 
 
 def _explain(cls: type[BaseModel], error: ValidationError) -> str:

@@ -6,7 +6,17 @@ import base64
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_serializer, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    FieldSerializationInfo,
+    GetCoreSchemaHandler,
+    WithJsonSchema,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import core_schema
 
 from mmserve.errors import InvalidRequestError
 from mmserve.schema import Bool, Float, Int, Schema
@@ -55,6 +65,14 @@ ImageSource: TypeAlias = Annotated[
 ]
 
 
+class _Unchanged:
+    """The type of what is dumped as it is: pydantic would turn a dataclass into a dictionary, in Python too."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.any_schema(serialization=core_schema.to_string_ser_schema(when_used="json"))
+
+
 LogitsProcessor: TypeAlias = Annotated[Any, WithJsonSchema({"not": {}, "description": "Python code: not in JSON."})]
 
 
@@ -77,9 +95,9 @@ class ImageInput(Schema):
             raise ValueError("an image needs a path, URL, bytes, or a picture in memory")
         return source
 
-    @field_serializer("source", when_used="json")
-    def _source_as_string(self, source: Any) -> str:
-        return _source_to_string(source)
+    @field_serializer("source")
+    def _source_as_string(self, source: Any, info: FieldSerializationInfo) -> Annotated[Any, _Unchanged]:
+        return _source_to_string(source) if info.mode_is_json() else source
 
 
 def _source_to_string(source: Any) -> str:

@@ -202,6 +202,9 @@ class PromptProcessor:
         segments, sources, text, given_ids = self._read_prompt(prompt, list(images), raw, add_generation_prompt)
         if image_ids is not None and len(image_ids) != len(sources):
             raise PromptError(f"{len(image_ids)} image ids were given for {len(sources)} images")
+        most = self._loaded.family.most_images
+        if most is not None and len(sources) > most:
+            raise PromptError(f"this model takes at most {most} image a prompt, but {len(sources)} were given")
         names = list(image_ids) if image_ids is not None else [None] * len(sources)
         prepared = self._images.prepare(sources, chosen, names)
         if not prepared and self._loaded.family.needs_image:

@@ -31,11 +31,12 @@ class Segment:
 
     Attributes:
         kind: "text" (control tokens in it are control tokens), "literal" (characters of a control token that a
-            user typed: encoded as plain text), or "image" (the place of the next image).
-        text: The characters; for an image, the token that stands for it before expansion.
+            user typed: encoded as plain text), "image" (the place of the next image), or, only first in a prompt that
+            a family has laid out, "bare" (the tokenizer adds nothing: no special tokens, no space in front).
+        text: The characters; for an image, the token that stands for it before expansion; none for "bare".
     """
 
-    kind: Literal["text", "literal", "image"]
+    kind: Literal["text", "literal", "image", "bare"]
     text: str
 
 

@@ -31,7 +31,10 @@ def decode_data_url(url: str, max_image_bytes: int) -> bytes:
     if len(payload) > 4 * max_image_bytes + 1024:
         # Even percent-encoded base64 takes no more than four characters a byte: refuse before copying it.
         raise MediaError(f"the data URL is over the limit of {max_image_bytes} bytes (max_image_bytes)")
-    data = unquote_to_bytes(payload)
+    try:
+        data = unquote_to_bytes(payload)
+    except UnicodeError as error:
+        raise MediaError("the data URL holds characters that are no valid Unicode") from error
     parameters = [part.strip().lower() for part in head.split(";")[1:]]
     if "base64" in parameters:
         data = _decode_base64(data)

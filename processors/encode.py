@@ -53,21 +53,23 @@ class PromptEncoder:
     def encode(self, segments: Sequence[Segment]) -> EncodedPrompt:
         """Encode the segments; each image segment's text is what stands for the image, expanded.
 
-        The tokenizer's own special tokens (a beginning-of-sequence token) are added, unless the text begins with one.
+        The tokenizer's own special tokens (a beginning-of-sequence token) are added, unless the text begins with one
+        or the first segment is "bare".
 
         Raises:
             PromptError: An image's text makes no ids of its own, or the text is no valid Unicode.
         """
         first = segments[0] if segments else Segment("text", "")
-        bare = bool(self.bos) and first.kind == "text" and first.text.startswith(str(self.bos))
+        continued = first.kind == "bare"
+        bare = continued or (bool(self.bos) and first.kind == "text" and first.text.startswith(str(self.bos)))
         ids: list[int] = [] if bare else list(self._prefix)
         spans: list[tuple[int, int]] = []
-        for index, run in enumerate(_runs(segments)):
+        for index, run in enumerate(_runs(segments[1:] if continued else segments)):
             if run[0].kind == "literal":
                 ids.extend(self._encode_literal(run[0].text))
                 continue
             text = "".join(segment.text for segment in run)
-            run_ids, offsets = _continued(self._backend, text) if index else _begun(self._backend, text)
+            run_ids, offsets = (_continued if index or continued else _begun)(self._backend, text)
             spans.extend(_image_spans(run, offsets, len(ids)))
             ids.extend(run_ids)
         if not bare:
@@ -135,6 +137,10 @@ def _encoding(backend: Any, text: str) -> Any:
         return backend.encode(text, add_special_tokens=False)
     except (TypeError, UnicodeError) as error:  # a lone surrogate can not leave Python
         raise PromptError(f"the text can not be encoded: {shorten(str(error))}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the Rust library, and no Exception
+            raise
+        raise PromptError(f"the tokenizer fails on this text: {shorten(str(error))}") from error
 
 
 def _continued(backend: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -123,6 +123,8 @@ class ImageExpander:
         if images and isinstance(images[0], torch.Tensor):
             settings["input_data_format"] = "channels_first"
         nested = [list(images)] if self._family.nested_images else list(images)
+        if self._family.writes_token:
+            text = text.replace(self.image_text, "")
         outputs = self._processor(text=[text], images=nested, **settings)
         assert isinstance(outputs, Mapping)
         return outputs

@@ -48,8 +48,9 @@ class ImageFeatures:
         """From what `get_image_features(..., return_dict=True)` gave for one image alone.
 
         Args:
-            output: Its output, with `pooler_output` (a tensor [..., W], or a list of them) and, in some families,
-                `deepstack_features` (such a tensor a layer).
+            output: Its output, with `pooler_output` (a tensor [..., W], or a list of them; where a family leaves it
+                out, such as Fuyu, `last_hidden_state`) and, in some families, `deepstack_features` (such a tensor a
+                layer).
             size: (width, height) of the picture.
 
         Raises:
@@ -57,7 +58,8 @@ class ImageFeatures:
         """
         import torch
 
-        rows = _joined(getattr(output, "pooler_output", None))
+        pooled = getattr(output, "pooler_output", None)
+        rows = _joined(pooled if pooled is not None else getattr(output, "last_hidden_state", None))
         layers = getattr(output, "deepstack_features", None)
         stacked = None if layers is None or not len(layers) else torch.stack([_joined(layer) for layer in layers])
         return cls(rows, size, stacked)

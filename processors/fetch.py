@@ -11,6 +11,7 @@ is read in pieces up to a limit. Proxies of the environment are not used, since 
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ipaddress
 import queue
@@ -34,6 +35,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PIECE = 64 * 1024
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _HEADERS = {"Accept": "image/*,*/*;q=0.5", "Accept-Encoding": "identity", "User-Agent": "mmserve-processors"}
+_SAFE = "/%:@!$&'()*+,;=~-._"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ def _parse(url: str) -> _Target:
         parts = urlsplit(url)
         port = parts.port
         host = (parts.hostname or "").encode("idna").decode("ascii")
+        path, query = (quote(part, safe=_SAFE + more) for part, more in ((parts.path or "/", ""), (parts.query, "?[]")))
     except ValueError as error:
         raise MediaFetchError(f"{shown} is no valid URL: {shorten(str(error), 60)}") from error
     if parts.scheme not in ("http", "https"):
@@ -108,9 +111,8 @@ def _parse(url: str) -> _Target:
     if not host:
         raise MediaFetchError(f"{shown} names no host")
     secure = parts.scheme == "https"
-    path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
-    if parts.query:
-        path += "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~-._?[]")
+    if query:
+        path += f"?{query}"
     return _Target(url, secure, host, port if port is not None else (443 if secure else 80), path)
 
 
@@ -142,23 +144,27 @@ def _get(target: _Target, addresses: list[str], max_image_bytes: int, deadline: 
     with _Guarded(target, addresses, deadline) as connection:
         try:
             connection.request("GET", target.path, headers=_HEADERS)
-            response = connection.getresponse()
-            if response.status in _REDIRECTS:
-                location = response.getheader("Location")
-                if not location:
-                    raise MediaFetchError(f"{shorten(target.url)} redirects without saying where")
-                return location, b""
-            if response.status != 200:
-                raise MediaFetchError(
-                    f"{shorten(target.url)} answered {response.status} {shorten(response.reason, 40)}"
-                )
-            if response.getheader("Content-Encoding", "identity").lower() != "identity":
-                raise MediaFetchError(f"{shorten(target.url)} is compressed on the way, which was not asked for")
-            return None, _body(response, target, max_image_bytes, deadline)
+            with contextlib.closing(connection.getresponse()) as response:  # it holds the socket too
+                return _read(response, target, max_image_bytes, deadline)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if time.monotonic() >= deadline:
                 raise _late(target) from error
             raise MediaFetchError(f"{shorten(target.url)} can not be fetched: {_reason(error)}") from error
+
+
+def _read(
+    response: http.client.HTTPResponse, target: _Target, max_image_bytes: int, deadline: float
+) -> tuple[str | None, bytes]:
+    if response.status in _REDIRECTS:
+        location = response.getheader("Location")
+        if not location:
+            raise MediaFetchError(f"{shorten(target.url)} redirects without saying where")
+        return location, b""
+    if response.status != 200:
+        raise MediaFetchError(f"{shorten(target.url)} answered {response.status} {shorten(response.reason, 40)}")
+    if response.getheader("Content-Encoding", "identity").lower() != "identity":
+        raise MediaFetchError(f"{shorten(target.url)} is compressed on the way, which was not asked for")
+    return None, _body(response, target, max_image_bytes, deadline)
 
 
 def _body(response: http.client.HTTPResponse, target: _Target, max_image_bytes: int, deadline: float) -> bytes:

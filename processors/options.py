@@ -15,10 +15,12 @@ _OURS = frozenset(
     {
         "return_tensors", "device", "data_format", "input_data_format", "disable_grouping",
         "image_seq_length", "return_row_col_info", "patch_size", "temporal_patch_size", "merge_size",
+        "max_image_tiles",
     }
 )  # fmt: skip
 """Not for a request: where and in which layout outputs are made, what the text that stands for an image needs, and
-the geometry that the model's weights were made for."""
+the geometry that the model's weights were made for (Mllama numbers the arrangements of at most so many tiles, and has
+an embedding for each number)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,12 @@ class OptionTable:
     def check(self, options: Mapping[str, object], max_pixels: int) -> None:
         """Raises OptionError naming what is unknown and listing the known, or naming a value that leads to too much."""
         unknown = sorted(str(name) for name in options if name not in self.known)
+        fixed = [name for name in unknown if name in _OURS]
+        if fixed:
+            raise OptionError(
+                f"processor options {', '.join(fixed)} can not be set by a request: outputs and the model's weights "
+                f"depend on their values; those of a request are: {', '.join(sorted(self.known))}"
+            )
         if unknown:
             shown = ", ".join(shorten(name, 60) for name in unknown[:5])
             raise OptionError(

@@ -79,7 +79,7 @@ def check_processor(
 ) -> CheckedProcessor:
     """Run the check. Raises UnsupportedProcessorError with the difference."""
     name = type(processor).__name__
-    text, pictures, whole = _own_call(name, expander)
+    text, pictures, whole = _own_call(name, expander, family.most_images)
     try:
         expansions = [expander.expand(Picture(picture), {}, alone=len(pictures) == 1) for picture in pictures]
     except ProcessorError as error:
@@ -111,7 +111,7 @@ def count_alone(
     picture: Image.Image, expander: ImageExpander, encoder: PromptEncoder, feature_id: int | None, types: TypeRule
 ) -> ImageCounts:
     """What a picture takes that is the only one of its prompt."""
-    encoded = encoder.encode([Segment("image", expander.expand(Picture(picture), {}).text)])
+    encoded = encoder.encode([Segment("bare", ""), Segment("image", expander.expand(Picture(picture), {}).text)])
     return counts_of(encoded, encoded.image_spans[0], feature_id, types)
 
 
@@ -142,12 +142,14 @@ def _feature_id(model_config: Mapping[str, object], encoded: EncodedPrompt) -> i
     return max(inside, key=inside.count)
 
 
-def _own_call(name: str, expander: ImageExpander) -> tuple[str, list[Image.Image], Mapping[str, Any]]:
+def _own_call(name: str, expander: ImageExpander, most: int | None) -> tuple[str, list[Image.Image], Mapping[str, Any]]:
     """The prompt, its pictures, and what the processor makes of them; over as many pictures as it takes."""
     from PIL import Image
 
     refusals: list[Exception] = []
     for shapes in _SHAPES:
+        if most is not None and len(shapes) > most:
+            continue
         pictures = [Image.new("RGB", size, colour) for size, colour in zip(shapes, ("red", "blue"), strict=False)]
         text = expander.image_text * len(pictures) + "\nWhat differs?"
         try:

@@ -44,6 +44,8 @@ class Family:
         special_tokens: Whether the tokenizer's own special tokens are put around a prompt, if its settings say so.
         takes_rows: Whether an image's tokens take feature rows; not where images are read by cross attention.
         needs_image: Text alone is refused by the processor.
+        most_images: Images that one prompt may have; None: any number.
+        writes_token: The processor writes the image token in front of the text itself.
         refused: Why this processor can not be used; None if it can.
     """
 
@@ -62,4 +64,6 @@ class Family:
     special_tokens: bool = True
     takes_rows: bool = True
     needs_image: bool = False
+    most_images: int | None = None
+    writes_token: bool = False
     refused: str | None = None

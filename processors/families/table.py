@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from processors.families import framing, idefics2, llava, mllama, numbering, outputs
+from processors.families import framing, fuyu, idefics2, llava, mllama, numbering, outputs
 from processors.families.spec import Family
 
 __all__ = ["FAMILIES", "family_of"]
@@ -31,7 +31,14 @@ FAMILIES = MappingProxyType(
         "EvollaProcessor": Family(refused="it takes proteins, not images"),
         "Florence2Processor": _ENCODER_DECODER,
         "Gemma3Processor": Family(declares_counts=False),  # knows nothing of pan-and-scan crops
-        "FuyuProcessor": Family(refused="it puts its one image in front of the prompt itself, wherever it was meant"),
+        "FuyuProcessor": Family(
+            replacement=fuyu.without_bos,
+            layout=fuyu.image_first,
+            call_options=MappingProxyType({"return_legacy_image_output": False}),
+            declares_counts=False,  # by code that is deprecated, with a warning at every size
+            most_images=1,
+            writes_token=True,
+        ),
         "GitProcessor": _NO_PLACE,
         "Glm46VProcessor": Family(call_options=_AS_ARRAYS),
         "Glm4vProcessor": Family(call_options=_AS_ARRAYS),

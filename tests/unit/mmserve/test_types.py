@@ -15,6 +15,7 @@ from PIL import Image
 from mmserve.config import EngineConfig
 from mmserve.errors import ConfigError, InvalidRequestError, RequestError
 from mmserve.types import GenerationRequest, ImageInput, ImagePart, Message, SamplingParams, TextPart
+from processors import ImageFeatures
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,32 @@ def test_a_request_with_code_in_it_is_never_json() -> None:
     for bad in ("abc", [5], print):
         with pytest.raises(InvalidRequestError, match="list of callables"):
             GenerationRequest(prompt="x", logits_processors=bad)
+
+
+def test_image_features_are_for_python_only() -> None:
+    """No JSON form, and never pydantic's own error; in Python they stay what they are."""
+    import torch
+
+    features = ImageFeatures(torch.zeros(4, 8), size=(28, 28))
+    part = {"type": "image", "image": features}
+    for request in (
+        GenerationRequest(messages=[{"role": "user", "content": [part]}]),
+        GenerationRequest(prompt="x", images=[features]),
+    ):
+        for write in (request.model_dump_json, lambda request=request: request.model_dump(mode="json")):
+            with pytest.raises(
+                InvalidRequestError, match=r"^GenerationRequest can not be .*: image features can not be"
+            ):
+                write()
+        assert GenerationRequest.model_validate(request.model_dump()) == request
+    again = GenerationRequest.model_validate(request.model_dump())
+    assert again.images[0].source is features
+
+
+def test_a_picture_that_can_not_be_read_has_no_json_form() -> None:
+    image = ImageInput(source=np.full((3, 3), 7.0))
+    with pytest.raises(InvalidRequestError, match=r"can not be written as JSON: float values must lie in 0..1"):
+        image.model_dump_json()
 
 
 def test_unknown_fields_are_refused_with_the_known_ones() -> None:

@@ -110,3 +110,27 @@ def test_the_callers_settings_do_not_reach_the_encoder() -> None:
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=50)
     assert len(PromptEncoder(tokenizer).encode([_text("hello world hello")]).token_ids) == 4
+
+
+def test_a_text_on_which_the_tokenizer_panics_is_an_error_of_its_own() -> None:
+    """The Rust library's panic is no `Exception`, and its class can not be imported: it would end a whole thread."""
+
+    class PanicException(BaseException):
+        pass
+
+    class Backend:
+        def encode(self, text: str, add_special_tokens: bool) -> None:
+            raise PanicException("index out of bounds: the len is 6 but the index is 6")
+
+    encoder = PromptEncoder(_metaspace())
+    encoder._backend = Backend()
+    with pytest.raises(PromptError, match=r"the tokenizer fails on this text: .*out of bounds"):
+        encoder.encode([_text("hello")])
+
+
+def test_a_bare_prompt_gets_nothing_in_front() -> None:
+    encoder = PromptEncoder(_metaspace())
+    encoded = encoder.encode([Segment("bare", ""), IMAGE, _text("<s>"), _text(" hello")])
+    assert encoded.token_ids[:3] == (3, 3, 1)
+    assert encoded.image_spans == ((0, 2),)
+    assert encoded.token_ids[3:] == encoder.encode([_text("hello")]).token_ids[1:]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
@@ -71,6 +73,58 @@ def _circle(handler: BaseHTTPRequestHandler) -> None:
     handler.end_headers()
 
 
+def _raw(answer: bytes) -> Answer:
+    """A server that says these bytes and no more, and closes."""
+
+    def say(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(answer)
+        handler.close_connection = True
+
+    return say
+
+
+def _slow_body(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for _ in range(100):
+        handler.wfile.write(b"1\r\nx\r\n")
+        handler.wfile.flush()
+        time.sleep(0.05)
+
+
+def _never_ending_chunk(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    handler.wfile.write(b"fffffff\r\n")
+    for _ in range(1000):
+        handler.wfile.write(b"x" * 10_000)
+
+
+_BOMB = gzip.compress(bytes(50_000_000))
+
+LIES: dict[str, tuple[Answer, str]] = {
+    "/gzip": (_raw(b"HTTP/1.0 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + _BOMB), "compressed"),
+    "/gzip-chunked": (
+        _raw(b"HTTP/1.1 200 OK\r\nContent-Encoding: GZIP\r\nTransfer-Encoding: chunked\r\n\r\n"),
+        "compressed",
+    ),
+    "/slow-body": (_slow_body, "not answered in time"),
+    "/chunk": (_never_ending_chunk, "more than 100000 bytes"),
+    "/bad-chunk": (_raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nabc\r\n"), "can not be fetched"),
+    "/no-chunk": (_raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"), "can not be fetched"),
+    "/cut-chunk": (_raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n64\r\nabc"), "can not be fetched"),
+    "/silent": (_raw(b""), "can not be fetched"),
+    "/noise": (_raw(b"\x00\xff" * 50_000), "can not be fetched"),
+    "/headers": (_raw(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 5000 + b"\r\n"), "can not be fetched"),
+    "/long-header": (_raw(b"HTTP/1.1 200 OK\r\nA: " + b"b" * 200_000 + b"\r\n\r\n"), "can not be fetched"),
+    "/nowhere": (_raw(b"HTTP/1.0 302 Found\r\n\r\n"), "without saying where"),
+    "/user": (_raw(b"HTTP/1.0 302 Found\r\nLocation: http://user:secret@127.0.0.1/\r\n\r\n"), "user name or password"),
+    "/gopher": (_raw(b"HTTP/1.0 302 Found\r\nLocation: gopher://127.0.0.1/x\r\n\r\n"), "only http and https"),
+    "/data": (_raw(b"HTTP/1.0 302 Found\r\nLocation: data:image/png;base64,AAAA\r\n\r\n"), "only http and https"),
+    "/empty": (_raw(b"HTTP/1.0 204 No Content\r\n\r\n"), "204"),
+    "/part": (_raw(b"HTTP/1.0 206 Partial Content\r\n\r\nabc"), "206"),
+}
+"""Servers that lie, with what is said about them."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     answers: ClassVar[dict[str, Answer]] = {
         "/plain": _plain,
@@ -81,6 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         "/short": _short,
         "/drip": _drip,
         "/missing": _missing,
+        **{path: answer for path, (answer, _) in LIES.items()},
     }
 
     def do_GET(self) -> None:
@@ -227,6 +282,20 @@ def test_a_slow_resolver_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> 
     release.set()
 
 
+@pytest.mark.parametrize("path", LIES)
+def test_servers_that_lie_are_refused_with_the_reason(server: Server, path: str) -> None:
+    with pytest.raises(MediaFetchError, match=LIES[path][1]) as caught:
+        fetch_url(f"{server.url}{path}", replace(LOCAL, url_timeout=0.5 if path == "/slow-body" else 5.0))
+    assert len(str(caught.value)) < 400
+    assert "secret" not in str(caught.value)
+
+
+def test_a_redirect_without_a_scheme_is_checked_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("processors.fetch.is_public", lambda address: address == "127.0.0.1")
+    with pytest.raises(MediaFetchError, match="not a public address"):
+        fetch_url(f"{server.url}/redirect?to=//127.0.0.3:{server.server_port}/plain", MediaOptions())
+
+
 def test_an_error_status_is_named(server: Server) -> None:
     with pytest.raises(MediaFetchError, match="404"):
         fetch_url(f"{server.url}/missing", LOCAL)
@@ -243,6 +312,9 @@ def test_an_error_status_is_named(server: Server) -> None:
         "http://127.0.0.1\\@example.com/",
         "http://127.0.0.1/a b",
         "http://127.0.0.1/\r\nX: y",
+        "http://127.0.0.1/\ud800",
+        "http://127.0.0.1/?\udfff",
+        "http://\ud800.com/",
         "http://" + "a" * 70 + ".com/",
         "http://" + "x" * 100_000,
     ],

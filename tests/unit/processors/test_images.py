@@ -51,6 +51,20 @@ def test_eight_threads_get_what_one_gets(builders: object, processor_of: Maker, 
     shared.close()
 
 
+def test_eight_threads_may_have_options_of_their_own(builders: object, processor_of: Maker) -> None:
+    options = [{}, *({"size": {"longest_edge": edge}} for edge in (28, 56, 84, 112)), {"do_image_splitting": False}]
+    picture = noise(120, 80, 1)
+    alone = [processor_of("idefics3").process("x", [picture], options=chosen) for chosen in options]
+    assert len({result.images[0].key for result in alone}) == len(options)
+    shared = PromptProcessor.from_processor(builders.build("idefics3"), cache_bytes=20_000)  # type: ignore[attr-defined]
+    turns = [index % len(options) for index in range(48)]
+    with ThreadPoolExecutor(8) as pool:
+        results = pool.map(lambda index: shared.process("x", [picture], options=options[index]), turns)
+        for index, result in zip(turns, results, strict=True):
+            assert _equal(result, alone[index]), options[index]
+    shared.close()
+
+
 def test_a_repeated_image_is_not_processed_again(builders: object) -> None:
     processor = PromptProcessor.from_processor(builders.build("llava"))  # type: ignore[attr-defined]
     first = processor.process("a", [noise(50, 40, 1)])

@@ -9,6 +9,7 @@ import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from urllib.parse import quote_from_bytes
 
 import numpy
@@ -363,6 +364,14 @@ BASE64 = base64.b64encode(DATA).decode()
         "data:image/png;base64," + "\n".join(BASE64[i : i + 76] for i in range(0, len(BASE64), 76)),
         "data:image/png;base64," + BASE64.replace("+", "%2B").replace("/", "%2F").replace("=", "%3D"),
         f"data:image/png,{quote_from_bytes(DATA)}",
+        f"data:,{quote_from_bytes(DATA)}",
+        f"data:text/html;name=a.png;charset=US-ASCII;Base64,{BASE64}",
+        f"data:image/png;base64;charset=utf-8,{BASE64}",
+        f"dAtA:image/png;base64 ,{BASE64}",
+        f"data:image/png;base64, {BASE64} ",
+        "data:image/png;base64," + "\r\n\t".join(BASE64),
+        "data:image/png;base64," + "".join(f"%{ord(c):02x}" for c in BASE64),
+        f"data:image/png;base64,{BASE64.rstrip('=')}====",
     ],
 )
 def test_data_urls(url: str) -> None:
@@ -378,6 +387,12 @@ def test_data_urls(url: str) -> None:
         "data:image/png;base64,!!!!",
         "data:image/png;base64,A",
         f"data:image/png;base64,{BASE64[:-40]}é",
+        f"data:image/png;base64,{BASE64[:-40]}\ud800",
+        f"data:image/png;base64,{BASE64[:40]}={BASE64[40:]}",
+        "data:image/png;base64,%",
+        "data:image/png;base64,====",
+        "data:,",
+        "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg'/%3E",
         f"data:image/png,{BASE64}",
         "data:image/png;base64," + "?" * 200_000,
         "data:image/webp;base64," + base64.b64encode(b"RIFF\0\0\0\0WEBPVP8X").decode(),
@@ -474,3 +489,65 @@ def test_a_png_with_any_flipped_bit_gives_the_same_picture_or_an_error() -> None
 def test_a_png_that_lost_its_last_bytes_is_refused(missing: int) -> None:
     with pytest.raises(MediaError, match="cut off"):
         load_image(_encoded(noise(20, 20))[:-missing])
+
+
+@pytest.mark.parametrize("form", ["JPEG", "GIF", "WEBP", "TIFF", "BMP", "JPEG2000", "TGA", "ICO"])
+def test_damaged_files_of_every_form_are_pictures_or_errors_of_ours(form: str) -> None:
+    """Cut, overwritten and with bytes put in between: never another exception, never a long message."""
+    random = Random(5)
+    told = [0]
+    whole = _encoded(PICTURE, form)
+    for attempt in range(40):
+        data = bytearray(whole)
+        at = random.randrange(len(data))
+        if attempt % 3 == 0:
+            del data[at:]
+        elif attempt % 3 == 1:
+            for _ in range(3):
+                data[random.randrange(min(64, len(data)) if attempt % 2 else len(data))] = random.randrange(256)
+        else:
+            data[at:at] = random.randbytes(random.randrange(1, 20))
+        try:
+            picture = load_image(bytes(data), MediaOptions(max_image_pixels=1_000_000))
+        except MediaError as error:
+            told.append(len(str(error)))
+        else:
+            assert picture.mode == "RGB"
+    assert max(told) < 400
+
+
+def test_bombs_in_any_part_of_a_file_are_refused() -> None:
+    def gif(screen: int, frame: int) -> bytes:
+        size = struct.pack("<HHBBB", screen, screen, 0x80, 0, 0) + b"\0\0\0\xff\xff\xff"
+        return b"GIF89a" + size + b",\0\0\0\0" + struct.pack("<HH", frame, frame) + b"\0\x02\x02\x4c\x01\0;"
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    png = _encoded(PICTURE, "PNG")
+    head, body = png[:33], png[33:]  # signature and IHDR
+    text = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(20_000_000)))
+    profile = chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(20_000_000)))
+    for data in (gif(60_000, 10), gif(10, 60_000), gif(3_000, 3_000), head + text + body, head + profile + body):
+        with pytest.raises(MediaError):
+            load_image(data, MediaOptions(max_image_pixels=1_000_000))
+    with pytest.raises(MediaError):
+        load_image(b"GIF89a" + struct.pack("<HHBBB", 10, 10, 0, 0, 0) + b";")  # no frame
+
+
+def test_inks_and_transparent_greys_of_files() -> None:
+    ink = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
+    for form in ("JPEG", "TIFF"):  # a JPEG holds them inverted
+        assert load_image(_encoded(ink, form)).getpixel((4, 4)) == (255, 0, 0)
+    palette = Image.new("P", (3, 1))
+    palette.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    palette.putdata([0, 1, 2])
+    for form, clear, expected in (
+        ("PNG", b"\x00\x80\xff", [(255, 255, 255), (127, 255, 127), (0, 0, 255)]),
+        ("GIF", 1, [(255, 0, 0), (255, 255, 255), (0, 0, 255)]),
+    ):
+        picture = load_image(_encoded(palette, form, transparency=clear))
+        assert [picture.getpixel((i, 0)) for i in range(3)] == expected
+    for mode, data in (("I;16", b"\xff\xff\x00\x80"), ("I;16B", b"\xff\xff\x80\x00")):
+        picture = load_image(Image.frombytes(mode, (2, 1), data))
+        assert [picture.getpixel((i, 0)) for i in range(2)] == [(255, 255, 255), (128, 128, 128)]

@@ -72,16 +72,69 @@ def test_several_images_equal_the_processors_own_call(processor_of: Maker, famil
     assert [image.size for image in ours.images] == [p.size for p in pictures]
 
 
-def test_recorded_counts_still_hold(processor_of: Maker) -> None:
-    """What each family made of each size when it was recorded: a change of the library shows here."""
-    recorded = json.loads((ROOT / "fixtures/tiny_processors/recorded.json").read_text())["families"]
-    for family in ("idefics3", "qwen2_vl", "gemma3", "llava_next", "mistral3", "internvl"):
-        processor = processor_of(family)
-        for row in recorded[family]:
-            image = processor.process("x", [noise(*row["size"])]).images[0]
-            assert image.range.length == row["length"], (family, row)
-            assert image.range.num_embeds == row["num_embeds"], (family, row)
-            assert {n: list(t.shape) for n, t in image.tensors.items()} == row["tensors"], (family, row)
+RECORDED = json.loads((ROOT / "fixtures/tiny_processors/recorded.json").read_text())
+
+
+@pytest.mark.parametrize("family", RECORDED["families"])
+def test_recorded_prompts_still_hold(processor_of: Maker, family: str) -> None:
+    """What every family made of pictures of odd sizes, none to three, touching and apart; a change of it shows.
+
+    A third of the grid each, another one for the next family; `record.py --check` replays it all.
+    """
+    from fixtures.tiny_processors.grid import CASES, replay
+
+    assert [[case.layout, [list(size) for size in case.sizes]] for case in CASES] == RECORDED["cases"]
+    outcomes = RECORDED["families"][family]
+    processor = processor_of(family)
+    for index in range(list(RECORDED["families"]).index(family) % 3, len(CASES), 3):
+        assert replay(processor, CASES[index]) == outcomes[index], CASES[index]
+
+
+def test_every_family_that_loads_is_recorded() -> None:
+    """With prompts of one picture, and of several wherever the family takes several."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as MODELS
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as NAMES
+
+    from processors.families.table import family_of
+
+    loadable = {m for m in MODELS if m in NAMES and family_of(NAMES[m]).refused is None}
+    assert set(RECORDED["families"]) == loadable
+    for family, outcomes in RECORDED["families"].items():
+        most = max(len(outcome.get("ranges", ())) for outcome in outcomes)
+        assert most == (1 if family == "fuyu" else 3), family
+
+
+@pytest.mark.parametrize("text", ["What is it?", "\nWhat?", " two  spaces ", "a <0x04> b"])
+def test_fuyus_image_stands_in_front(processor_of: Maker, text: str) -> None:
+    processor = processor_of("fuyu")
+    expander = processor._loaded.expander
+    for seed, size in enumerate([(1, 1), (3, 4), (28, 28), (97, 61), (61, 97), (640, 480), (200, 20)]):
+        picture = noise(*size, seed)
+        own = expander.call(text, [picture], {})
+        for prompt in (text, f"<image>{text}", f"|SPEAKER|{text}", f"<s><image>{text}"):
+            ours = processor.process(prompt, [picture], raw=True)
+            assert list(ours.token_ids) == own["input_ids"][0].tolist(), (size, prompt)
+            assert list(ours.mm_token_type_ids) == own["mm_token_type_ids"][0].tolist()
+            image = ours.images[0]
+            assert torch.equal(image.tensors["pixel_values"], own["pixel_values"])
+            assert image.range.num_embeds == own["pixel_values"].shape[0]
+            ids = ours.token_ids[image.range.offset : image.range.end]
+            newline = processor.tokenizer.convert_tokens_to_ids("|NEWLINE|")
+            assert image.range.length - image.range.num_embeds == ids.count(newline)
+            assert processor.process(list(ours.token_ids), [picture]).images[0].range == image.range
+    assert list(processor.process(text).token_ids) == expander._processor(text=[text])["input_ids"][0]
+
+
+def test_fuyu_refuses_what_its_processor_would_move(processor_of: Maker) -> None:
+    from processors import PromptError
+
+    processor = processor_of("fuyu")
+    with pytest.raises(PromptError, match="put no text before the image"):
+        processor.process("What is <image>?", [noise(30, 30)], raw=True)
+    with pytest.raises(PromptError, match=r"at most 1 image a prompt, but 2 were given"):
+        processor.process("x", [noise(30, 30)] * 2)
+    with pytest.raises(PromptError, match="<box>"):
+        processor.process("What is in <box>1, 2, 3, 4</box>?", [noise(30, 30)])
 
 
 def test_an_image_among_others_is_processed_as_its_family_does(processor_of: Maker) -> None:
@@ -127,6 +180,19 @@ def test_images_beside_the_prompt_are_told_by_a_mask(processor_of: Maker, prompt
         assert torch.equal(torch.cat([image.tensors[name] for image in ours.images], dim=1), own[name])
     assert [(i.range.length, i.range.num_embeds) for i in ours.images] == [(1, 0)] * len(pictures)
     assert not processor.process("text").prompt_tensors
+
+
+def test_mllamas_tiles_are_the_models(processor_of: Maker) -> None:
+    """The number of an arrangement of tiles means another one under another maximum: a model would read it wrongly."""
+    from processors import OptionError
+
+    processor = processor_of("mllama")
+    for tiles in (1, 2, 8):
+        with pytest.raises(OptionError, match=r"max_image_tiles can not be set by a request.*size"):
+            processor.process("<image>x", [noise(97, 61)], raw=True, options={"max_image_tiles": tiles})
+    small = processor.process("x", [noise(97, 61)], options={"size": {"height": 28, "width": 28}})
+    tiles = small.images[0].tensors["pixel_values"].shape[2]
+    assert small.prompt_tensors["cross_attention_mask"].shape[-1] == tiles
 
 
 def test_paligemma_needs_an_image(processor_of: Maker) -> None:
