@@ -40,7 +40,7 @@ class BatchRun:
         self._window = window
         self._stop_at_error = on_error == "raise"
         self._under_way: dict[int, Future[RequestHandle]] = {}
-        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None: look at the deadlines again
         self._results: dict[int, GenerationOutput | MMServeError] = {}
         self._num_begun = 0
         self._stop = len(requests)  # no request from here on matters any more
@@ -55,7 +55,7 @@ class BatchRun:
         try:
             self._refill()
             while any(index < self._stop for index in self._under_way):
-                self._take(self._ended.get())
+                self._take(self._next_ended())
                 self._refill()
                 tick()
         finally:
@@ -77,8 +77,26 @@ class BatchRun:
         """In a worker's thread, or at once."""
         if begun.cancelled() or begun.exception() is not None:
             self._ended.put(index)
-        else:
-            begun.result().add_done_callback(lambda: self._ended.put(index))
+            return
+        handle = begun.result()
+        handle.add_done_callback(lambda: self._ended.put(index))
+        if handle.seconds_left() is not None:
+            self._ended.put(None)
+
+    def _next_ended(self) -> int:
+        """Wait for any to end. A deadline is kept here too: the engine may hang in somebody's logits processor."""
+        while True:
+            begun = [task for task in self._under_way.values() if task.done() and not task.cancelled()]
+            handles = [task.result() for task in begun if task.exception() is None]
+            left = [seconds for handle in handles if (seconds := handle.seconds_left()) is not None]
+            try:
+                index = self._ended.get(timeout=min(left, default=None))
+            except queue.Empty:
+                for handle in handles:
+                    handle.expire()
+                continue
+            if index is not None:
+                return index
 
     def _take(self, index: int) -> None:
         begun = self._under_way.pop(index)

@@ -113,7 +113,8 @@ class MMPipeline:
             priority: Lower runs sooner.
             timeout: Seconds until the request is given up.
             logits_processors: Your own code, called for each token as transformers' LogitsProcessor: (ids int64 [1, L],
-                scores float32 [1, V]) -> scores; in the engine's thread, so it should be quick.
+                scores float32 [1, V]) -> scores; in the engine's thread, so it should be quick, and asking the same
+                pipeline there is refused.
             sampling_options: Fields of `SamplingParams`.
 
         Raises:
@@ -248,8 +249,13 @@ class MMPipeline:
         """Give up the request of this id, wherever it is; from any thread. Who waits for it hears RequestAborted.
 
         The id is the request's own `request_id`, or a stream's. Returns whether there was one to give up.
+
+        Raises:
+            InvalidRequestError: `request_id` is no string.
         """
         self._check_open()
+        if not isinstance(request_id, str):
+            raise InvalidRequestError(f"a request's id is a string, not a {type(request_id).__name__}")
         with self._preparing_lock:
             if request_id in self._preparing:
                 self._preparing[request_id] = True
@@ -347,6 +353,7 @@ class MMPipeline:
     def _begin(self, request: GenerationRequest) -> Future[RequestHandle]:
         """Process the request on a worker thread and hand it to the engine."""
         self._check_open()
+        self._engine.check_caller()
         request_id = secrets.token_hex(8) if request.request_id is None else request.request_id
         with self._preparing_lock:
             if request_id in self._preparing:

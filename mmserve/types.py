@@ -283,7 +283,11 @@ class SamplingParams(Schema):
     stop_token_ids: tuple[Int, ...] = Field(default=(), description="Ids that end the text, besides the model's own.")
     ignore_eos: Bool = Field(default=False, description="Go on past the model's own end tokens.")
     seed: Int | None = Field(
-        default=None, ge=0, lt=2**63, description="The same answer each time, whatever else is in the batch."
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="The same random numbers each time; in float32 the same answer, whatever else is in the batch. In "
+        "bfloat16 and float16, products round by the batch's shape: a random answer may change with it.",
     )
     n: Int = Field(
         default=1,

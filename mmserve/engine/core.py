@@ -28,7 +28,7 @@ from mmserve.engine.answer import Answer, AnswerTimes
 from mmserve.engine.batch import Fork, LogitsProcessor, NewRequest
 from mmserve.engine.defaults import describe_defaults, resolve_sampling, unsampled_ids
 from mmserve.engine.detokenizer import TextDecoder
-from mmserve.engine.handle import RequestHandle
+from mmserve.engine.handle import RequestHandle, check_caller
 from mmserve.engine.loop import EngineLoop, Submission
 from mmserve.engine.memory import plan_memory
 from mmserve.engine.random import derive_seed
@@ -141,7 +141,8 @@ class Engine:
                 count as waiting in the queue); None: all since `arrival`.
             logits_processors: The caller's own, called in turn with ids int64 [1, L] and scores float32 [1, V] before
                 temperature and what follows it, in the engine's thread; as transformers' LogitsProcessor. One that
-                raises fails its request.
+                raises fails its request; while one runs no step does, so one that waits for an answer of this engine
+                is refused that (InvalidRequestError), and a slow one delays all.
 
         Raises:
             InvalidRequestError: An option does not fit this model.
@@ -170,13 +171,27 @@ class Engine:
             for answer_id in (new.request_id, *(fork.request_id for fork in new.forks))
         }
         # Through the handle a request keeps its engine alive, even if its owner has dropped it.
-        handle = RequestHandle(request_id, self._abort)
         deadline = None if timeout is None else arrival + timeout
+        handle = RequestHandle(request_id, self._abort, deadline=deadline, engine_thread=self._loop.thread)
         self._loop.submit(Submission(requests, Ticket(handle, answers), deadline))
         return handle
 
+    def check_caller(self) -> None:
+        """Whether the calling thread may wait for an answer.
+
+        Raises:
+            InvalidRequestError: It is the engine's own, in which logits processors are called.
+        """
+        check_caller(self._loop.thread)
+
     def abort(self, request_id: str) -> bool:
-        """Give a request up; its waiters hear RequestAborted. Returns whether it was there to abort."""
+        """Give a request up; its waiters hear RequestAborted. Returns whether it was there to abort.
+
+        Raises:
+            InvalidRequestError: `request_id` is no string.
+        """
+        if not isinstance(request_id, str):
+            raise InvalidRequestError(f"a request's id is a string, not a {type(request_id).__name__}")
         return self._loop.abort(request_id)
 
     def stats(self) -> dict[str, Any]:

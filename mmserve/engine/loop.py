@@ -28,7 +28,6 @@ from mmserve.engine.stats import StatsRecorder
 from mmserve.engine.steps import StepRunner
 from mmserve.engine.ticket import Ticket
 from mmserve.errors import (
-    DeadlineExceeded,
     EngineDeadError,
     EngineError,
     InvalidRequestError,
@@ -88,6 +87,11 @@ class EngineLoop:
 
     # -- for callers, from any thread -----------------------------------------------------------
 
+    @property
+    def thread(self) -> threading.Thread:
+        """The engine's thread."""
+        return self._thread
+
     def check_alive(self) -> None:
         """Whether requests are taken.
 
@@ -139,7 +143,8 @@ class EngineLoop:
         """Numbers right now."""
         with self._lock:
             inbox = self._num_submitted()
-        return self._stats.snapshot(self._scheduler, inbox, time.monotonic())
+            state = "dead" if self._death is not None else "closed" if self._closing else "alive"
+        return self._stats.snapshot(self._scheduler, inbox, time.monotonic(), state)
 
     def close(self) -> None:
         """End the thread after the step it is in. Whoever waits hears PipelineClosedError. Twice is fine."""
@@ -214,7 +219,7 @@ class EngineLoop:
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
             ticket = heapq.heappop(self._deadlines)[-1]
-            self._fail(ticket, DeadlineExceeded(f"request {ticket.request_id} did not finish in its time"))
+            self._fail(ticket, ticket.handle.too_late())
         if len(self._deadlines) > 2 * len(self._open) + _SPARE_DEADLINES:
             # Answers that came long before their deadline must not pile up until then.
             self._deadlines = [entry for entry in self._deadlines if not entry[-1].closed]
@@ -292,6 +297,10 @@ class EngineLoop:
             self._open.clear()
             self._inbox.clear()
         for ticket in tickets:
+            if self._death is None:  # of one that died half way through a step, the books may be half written
+                for answer_id in ticket.open_ids:
+                    self._scheduler.finish(answer_id)
+            self._stats.failed += 1
             error: EngineError = PipelineClosedError("the engine was closed before the answer was there")
             ticket.handle.fail(self._death_notice() if self._death is not None else error)
         self._runner.close()

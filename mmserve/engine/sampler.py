@@ -215,7 +215,7 @@ class Sampler:
             try:
                 for process in sequence.processors:
                     scores[row] = process(ids, scores[row : row + 1])[0]
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - the border of a request's blast radius: its own code
+            except BaseException as error:  # noqa: BLE001 - the border of a request's blast radius: its own code
                 errors[row] = RequestError(f"a logits processor failed: {type(error).__name__}: {error}")
                 errors[row].__cause__ = error
             if row not in errors and bool(scores[row].isnan().any()):

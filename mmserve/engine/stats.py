@@ -1,5 +1,6 @@
 """Numbers of a running engine, as `Engine.stats()` gives them.
 
+state                   "alive"; "closed"; "dead" once a step has failed: then nobody waits, runs or holds blocks
 waiting, running        requests without blocks; with blocks (an answer each, if `n` asks for several)
 finished, failed        requests that ended with an answer; without one (aborted and too late included)
 steps                   steps done
@@ -51,22 +52,24 @@ class StatsRecorder:
         self._window.append((ended - began, len(output.sampled)))
         self._last_end = ended
 
-    def snapshot(self, scheduler: Scheduler, inbox: int, now: float) -> dict[str, Any]:
+    def snapshot(self, scheduler: Scheduler, inbox: int, now: float, state: str = "alive") -> dict[str, Any]:
         """All numbers at `now`, as the module's head describes them; rates are 0 before anything was counted."""
         pool, ledger = scheduler.blocks.pool, scheduler.images.ledger
+        dead = state == "dead"  # its books stay as the failing step left them, and mean nothing
         return {
-            "waiting": scheduler.num_waiting + inbox,
-            "running": scheduler.num_running,
+            "state": state,
+            "waiting": 0 if dead else scheduler.num_waiting + inbox,
+            "running": 0 if dead else scheduler.num_running,
             "finished": self.finished,
             "failed": self.failed,
             "steps": self._steps,
             "computed_tokens": self._computed,
             "generated_tokens": self._generated,
-            "tokens_per_second": self._rate(now),
+            "tokens_per_second": self._rate(now) if state == "alive" else 0.0,
             "preemptions": scheduler.num_preemptions,
             "blocks": pool.num_blocks,
-            "blocks_held": pool.num_held,
-            "blocks_cached": pool.num_cached,
+            "blocks_held": 0 if dead else pool.num_held,
+            "blocks_cached": 0 if dead else pool.num_cached,
             "prefix_hit_rate": _share(scheduler.num_prefix_hit, scheduler.num_prefix_queried),
             "images_cached": len(ledger),
             "image_bytes": ledger.total_bytes,

@@ -233,6 +233,45 @@ def test_your_own_logits_processors_reach_every_way_of_asking(pipe: MMPipeline) 
         pipe.generate(request, logits_processors=[only])
 
 
+def test_a_logits_processor_can_not_ask_its_own_pipeline(pipe: MMPipeline) -> None:
+    """It runs in the thread that would have to answer; every way of asking is refused at once, and nothing is begun."""
+    request = GenerationRequest(prompt="Hello?", sampling=SamplingParams(max_tokens=1))
+    messages = [{"role": "user", "content": "Hello?"}]
+
+    async def streamed() -> None:
+        async for _ in pipe.astream(request):
+            pass
+
+    ways: list[Any] = [
+        lambda: pipe.generate(request),
+        lambda: list(pipe.stream(request)),
+        lambda: pipe.chat(messages, max_tokens=1),
+        lambda: asyncio.run(pipe.agenerate(request)),
+        lambda: asyncio.run(streamed()),
+        lambda: pipe.generate_batch([request]),
+    ]
+    refused = []
+
+    def asks(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for way in ways:
+            with pytest.raises(InvalidRequestError, match="or ask another pipeline"):
+                way()
+            refused.append(way)
+        assert pipe.abort("nobody") is False
+        return scores
+
+    before = pipe.stats()["finished"]
+    assert pipe.generate(None, "Hello?", max_tokens=1, logits_processors=[asks]).token_ids
+    assert refused == ways
+    assert pipe.stats()["finished"] == before + 1
+
+
+@pytest.mark.parametrize("value", [[], None, 1])
+def test_what_is_no_id_can_not_be_aborted(pipe: MMPipeline, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="a request's id is a string"):
+        pipe.abort(value)
+
+
 def test_a_batch_larger_than_the_window_keeps_its_order() -> None:
     colours = ["red", "green", "blue", "yellow", "purple", "orange"]
     pictures = [draw_shapes((Shape("square", colour, "center"),), 64, 64) for colour in colours]
