@@ -5,7 +5,7 @@ Four kinds, all on the CPU and only where the kernels are compiled:
     decoder layers    of the Llama kind, each as one native call (`replace_decoder`), then all in one (`replace_stack`)
     RMS norms         in their three forms (`replace_norm`)
     linear layers     of the text model, products of few rows (`mmserve.kernels.linear`)
-    vision towers     whole layers (`replace_encoder`), else attention and activation; one tile at a time (`replace_tower`)
+    vision towers     whole layers (`replace_encoder`), else attention and activation; by the tile (`replace_tower`)
 """
 
 from __future__ import annotations
