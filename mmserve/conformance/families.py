@@ -31,10 +31,13 @@ def family_subject(name: str, folder: Path) -> Subject:
     """Write the family's tiny model to `folder` and say how to compare it.
 
     Raises:
-        ConfigError: There is no such family, or this is no checkout.
+        ConfigError: There is no such family, it needs a library that is not installed, or this is no checkout.
     """
     known_families((name,))
-    return _subjects()[name](folder)
+    try:
+        return _subjects()[name](folder)
+    except ImportError as error:
+        raise ConfigError(f"the tiny model of {name!r} needs what is not installed here: {error}") from error
 
 
 def known_families(names: Sequence[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from mmserve.conformance.subject import Subject
 from mmserve.errors import InputError, UnsupportedModelError
 from mmserve.model.checkpoint import open_checkpoint
 from mmserve.model.generate_inputs import generate_inputs
-from mmserve.model.model_config import read_config
+from mmserve.model.model_config import read_config, takes_images
 from mmserve.types import GenerationRequest, ImageInput
 from processors.types import ProcessedPrompt
 
@@ -43,10 +43,10 @@ def folder_subject(folder: Path) -> Subject:
     try:
         processor = load_processor(folder, EngineConfig())
     except UnsupportedModelError:
-        if _takes_images(config):
+        if takes_images(config):
             raise
         return _text_subject(folder, config)
-    if not _takes_images(config):
+    if not takes_images(config):
         return Subject(folder.name, folder, (_text_prompt(processor),), "text", generate_inputs)
     first, second = _picture(0), _picture(1)
     prompts = [
@@ -61,12 +61,6 @@ def folder_subject(folder: Path) -> Subject:
     except InputError:
         pass  # a family that takes no text alone; the report does not claim it
     return Subject(folder.name, folder, tuple(prompts), compared, generate_inputs)
-
-
-def _takes_images(config: Any) -> bool:
-    from transformers import AutoModelForImageTextToText
-
-    return type(config) in AutoModelForImageTextToText._model_mapping
 
 
 def _prompt(processor: PromptProcessor, question: str, *pictures: Image) -> ProcessedPrompt:

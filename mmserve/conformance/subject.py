@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from processors.types import ProcessedPrompt
 
 __all__ = ["GenerateInputs", "Subject"]
 
-GenerateInputs = Callable[[Any, ProcessedPrompt], Mapping[str, torch.Tensor]]
+GenerateInputs = Callable[[Any, ProcessedPrompt], Mapping[str, Any]]
 """From a plain transformers model and a prompt to the keyword arguments of its `generate()`."""
 
 

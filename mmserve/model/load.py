@@ -14,7 +14,7 @@ import torch
 
 from mmserve.attention.interface import AttentionBackend
 from mmserve.attention.registry import AUTO_ORDER, choose_backend, make_backend
-from mmserve.errors import BackendError, ConfigError, UnsupportedModelError
+from mmserve.errors import BackendError, ConfigError, ModelLoadError, UnsupportedModelError
 from mmserve.model import text_attention
 from mmserve.model.build import build_model
 from mmserve.model.checkpoint import Checkpoint, open_checkpoint
@@ -22,13 +22,13 @@ from mmserve.model.generate_path import GenerateModel
 from mmserve.model.image_rows import ImageEncoder, deepstack_layers, find_image_features
 from mmserve.model.leftovers import Leftovers
 from mmserve.model.loaded import LoadedModel
-from mmserve.model.model_config import read_config
+from mmserve.model.model_config import read_config, takes_images
 from mmserve.model.paged import PagedLayer, PagedModel
 from mmserve.model.precision import Precision, resolve_device, resolve_precision
 from mmserve.model.probe import AttentionProfile, probe_attention
 from mmserve.model.proven import PROVEN
 from mmserve.model.refused import REFUSED
-from mmserve.model.selfcheck import check_agreement, plain_logits, trial_batches
+from mmserve.model.selfcheck import check_agreement, check_generates, plain_logits
 from mmserve.model.spans import SpanRule
 from mmserve.model.stage import StageLink
 from mmserve.model.versions import LOADING, PACKED, require
@@ -179,9 +179,14 @@ def _not_to_be_paged(loaded: LoadedModel, wish: _Wish) -> str | None:
     if wish.path == "generate":
         return "as asked"
     name = loaded.checkpoint.model_type
-    if wish.path == "auto" and find_image_features(loaded.model) and name not in PROVEN:
+    if wish.path == "auto" and name not in PROVEN and _reads_images(loaded):
         return f"the packed path of {name!r} models is not proven"
     return None
+
+
+def _reads_images(loaded: LoadedModel) -> bool:
+    """Whether it is an image+text model, or code that came along and encodes images."""
+    return takes_images(loaded.model.config) or find_image_features(loaded.model) is not None
 
 
 def _generate_model(loaded: LoadedModel, wish: _Wish, reason: str) -> GenerateModel:
@@ -197,6 +202,8 @@ def _generate_model(loaded: LoadedModel, wish: _Wish, reason: str) -> GenerateMo
         )
     if not loaded.model.can_generate():
         raise UnsupportedModelError(f"{type(loaded.model).__name__} can not generate text")
+    if not _reads_images(loaded):
+        check_generates(loaded.model, loaded.vocab_size)
     return GenerateModel(
         loaded.model,
         vocab_size=loaded.vocab_size,
@@ -210,7 +217,7 @@ def _paged_model(loaded: LoadedModel, profile: AttentionProfile, wish: _Wish) ->
     """Route, replace, check against the plain model."""
     model, dtype = loaded.model, loaded.precision.dtype
     stage = StageLink.of(loaded.rank, model.get_input_embeddings().weight, loaded.device)
-    expected = plain_logits(model, loaded.vocab_size, stage)
+    expected = _plain_logits(loaded, stage)
     layers = [
         PagedLayer(module, spec, choose_backend(wish.backends, spec, dtype, loaded.device, wish.block_size))
         for module, spec in profile.specs.items()
@@ -220,11 +227,28 @@ def _paged_model(loaded: LoadedModel, profile: AttentionProfile, wish: _Wish) ->
     text_attention.open_door(model)
     replaced = _replace(model, layers, wish)
     paged = _assemble(loaded, layers, profile.span_rule, replaced, stage)
-    check_agreement(paged, expected, wish.block_size, dtype)
+    trial = check_agreement(paged, expected, wish.block_size, dtype)
     if wish.replace and stage is None:
         # On ranks that share layers all see the same bits, and decide alike.
-        paged.skip_outer_modules(trial_batches(paged, wish.block_size, loaded.device))
+        paged.skip_outer_modules(trial.batches, trial.logits)
     return paged
+
+
+def _plain_logits(loaded: LoadedModel, stage: StageLink | None) -> torch.Tensor:
+    """The trial text's logits from the model as it is.
+
+    Raises:
+        ModelLoadError: It does not run, and a sound model of its family does.
+        UnsupportedModelError: It does not run, which models of its family may not.
+    """
+    try:
+        return plain_logits(loaded.model, loaded.vocab_size, stage)
+    except UnsupportedModelError as error:
+        if loaded.checkpoint.model_type in PROVEN:
+            raise ModelLoadError(
+                f"{error}; models of this kind do, so its config or its weights are damaged"
+            ) from error
+        raise
 
 
 def _replace(model: Any, layers: Sequence[PagedLayer], wish: _Wish) -> tuple[Replacement, ...]:

@@ -7,9 +7,10 @@ from typing import Any
 
 from mmserve.errors import UnsupportedModelError
 from mmserve.model.checkpoint import Checkpoint
-from mmserve.model.versions import newer_than_installed
+from mmserve.model.config_checks import contradiction
+from mmserve.model.versions import newer_than_installed, require_library_of
 
-__all__ = ["one_line", "read_config"]
+__all__ = ["one_line", "read_config", "takes_images"]
 
 
 def read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
@@ -17,14 +18,17 @@ def read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
 
     Raises:
         UnsupportedModelError: transformers does not know the architecture, or can not make a config of config.json;
-            the weights are quantised; or the architecture comes as code and that is not trusted.
+            a number in it can not be; the weights are quantised; a library is missing; or the architecture comes as
+            code and that is not trusted.
     """
     _refuse_quantised(checkpoint)
     _refuse_unknown(checkpoint, trust_remote_code)
+    for part in _configs(checkpoint.config):
+        require_library_of(str(part.get("model_type")))
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         # Each family's config checks itself in its own way, with errors of every class.
         raise UnsupportedModelError(
@@ -32,6 +36,19 @@ def read_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
             + one_line(error)
             + _newer(checkpoint)
         ) from error
+    wrong = contradiction(config)
+    if wrong is not None:
+        raise UnsupportedModelError(
+            f"the config of {str(checkpoint.folder)!r} (model_type {checkpoint.model_type!r}) can not be: {wrong}"
+        )
+    return config
+
+
+def takes_images(config: Any) -> bool:
+    """Whether transformers maps this config to an image+text model."""
+    from transformers import AutoModelForImageTextToText
+
+    return type(config) in AutoModelForImageTextToText._model_mapping
 
 
 def one_line(error: BaseException, most: int = 300) -> str:

@@ -194,19 +194,18 @@ class PagedModel:
         )
 
     @torch.inference_mode()
-    def skip_outer_modules(self, trials: Sequence[PackedBatch]) -> None:
+    def skip_outer_modules(self, trials: Sequence[PackedBatch], expected: Sequence[torch.Tensor]) -> None:
         """From now on call the text model and the head alone, if that gives the same bits; `describe` says which.
 
         What a multimodal model's own forward adds to them, once embeddings are made, is bookkeeping in most
         families. Those that scale or cap logits, or feed layers on more than embeddings, differ and stay.
 
         Args:
-            trials: Batches of text, over a cache that is bound.
+            trials: Batches of text, over a cache that is bound. expected: What `forward` gave for each.
         """
         if self._text_inputs.takes_more:
             self._forward_note = "the whole model: its text model takes more than embeddings"
             return
-        expected = [self.forward(trial) for trial in trials]
         whole, self._run = self._run, _decoder_and_head(self._model)
         try:
             same = all(torch.equal(self.forward(t), logits) for t, logits in zip(trials, expected, strict=True))
@@ -243,10 +242,9 @@ class PagedModel:
         """
         token_ids = batch.token_ids
         if targets is None:
-            plain: torch.Tensor = self._embed_tokens(token_ids)
-            return plain
+            return self._text_inputs.embed(token_ids)
         rows = torch.cat([p.image.rows[p.first : p.first + p.targets.shape[0]] for p in batch.placements])
-        embeds: torch.Tensor = self._embed_tokens(token_ids.index_fill(0, targets, 0))
+        embeds = self._text_inputs.embed(token_ids.index_fill(0, targets, 0))
         return embeds.index_copy(0, targets, rows.to(embeds.dtype))
 
     def _check(self, prompt: ProcessedPrompt) -> None:

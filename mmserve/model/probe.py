@@ -29,10 +29,12 @@ from transformers.masking_utils import sdpa_mask
 
 from mmserve.attention.interface import AttentionSpec
 from mmserve.attention.masks import visible
-from mmserve.errors import UnsupportedModelError
+from mmserve.errors import MMServeError, UnsupportedModelError
+from mmserve.model.model_config import one_line
 from mmserve.model.spans import SpanRule, each_image, no_spans, whole_prompt
 from mmserve.model.text_attention import route, unroute
 from mmserve.model.text_inputs import find_text_inputs
+from mmserve.parallel.group import ExchangeError
 from mmserve.parallel.stages import HandedOver, Leftovers
 from processors.types import ImageItem, PlaceholderRange, ProcessedPrompt
 
@@ -148,15 +150,17 @@ def _trial(model: Any, image_types: int, stage: Leftovers | None) -> dict[nn.Mod
         embeds = table(torch.zeros_like(types))
     else:
         embeds = torch.zeros(1, _LENGTH, table.weight.shape[1], dtype=table.weight.dtype, device=device)
-    with _small_windows(model), suppress(HandedOver):
-        model(
-            inputs_embeds=embeds,
-            position_ids=torch.arange(_LENGTH, device=device)[None],
-            use_cache=False,
-            paged=notes,
-            **find_text_inputs(model).outer(torch.zeros_like(types[0]), None),
-            **extra,
-        )
+    more = find_text_inputs(model).outer(torch.zeros_like(types[0]), None)
+    positions = torch.arange(_LENGTH, device=device)[None]
+    try:
+        with _small_windows(model), suppress(HandedOver):
+            model(inputs_embeds=embeds, position_ids=positions, use_cache=False, paged=notes, **more, **extra)
+    except (MMServeError, ExchangeError):
+        raise
+    except Exception as error:  # the model's own code, on input that it may not be made for
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run on embeddings alone: {one_line(error)}"
+        ) from error
     expected = model.config.get_text_config().num_hidden_layers
     if stage is not None:
         expected = stage.layers.stop - stage.layers.start

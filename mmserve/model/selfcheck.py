@@ -7,6 +7,7 @@ first request.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from mmserve.model.stage import StageLink
 from mmserve.parallel.group import ExchangeError
 from processors.types import ProcessedPrompt
 
-__all__ = ["check_agreement", "plain_logits", "trial_batches"]
+__all__ = ["Trial", "check_agreement", "check_generates", "plain_logits"]
 
 _LENGTH = 8
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
@@ -62,24 +63,56 @@ def plain_logits(model: Any, vocab_size: int, stage: StageLink | None = None) ->
     return logits[0].float()
 
 
-def check_agreement(model: Model, expected: torch.Tensor, block_size: int, dtype: torch.dtype) -> None:
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The trial text as the packed path ran it.
+
+    Attributes:
+        batches: One or two steps, over a cache that the model is still bound to.
+        logits: What it gave for each, float32 [M, V].
+    """
+
+    batches: tuple[PackedBatch, ...]
+    logits: tuple[torch.Tensor, ...]
+
+
+def check_agreement(model: Model, expected: torch.Tensor, block_size: int, dtype: torch.dtype) -> Trial:
     """Run the trial text through the packed path, the second half as a chunk of its own.
 
     Raises:
         UnsupportedModelError: The logits are not those of the plain model.
     """
-    found = [model.forward(batch) for batch in trial_batches(model, block_size, expected.device)]
+    batches = _trial_batches(model, block_size, expected.device)
+    trial = Trial(batches, tuple(model.forward(batch) for batch in batches))
     if not len(expected):
-        return  # the last pipeline stage compares
-    difference = float((torch.cat(found) - expected).norm() / expected.norm())
+        return trial  # the last pipeline stage compares
+    difference = float((torch.cat(trial.logits) - expected).norm() / expected.norm())
     if not difference <= _TOLERANCE[dtype]:
         raise UnsupportedModelError(
             f"on a trial text the packed path differs from the plain model by {difference:.1e} (relative), "
             f"more than {_TOLERANCE[dtype]:.0e}"
         )
+    return trial
 
 
-def trial_batches(model: Model, block_size: int, device: torch.device) -> list[PackedBatch]:
+@torch.inference_mode()
+def check_generates(model: Any, vocab_size: int) -> None:
+    """Let transformers' own `generate()` write one token after the trial text.
+
+    Raises:
+        ModelLoadError: It fails, so no request could be answered.
+    """
+    ids = torch.tensor([_trial_ids(vocab_size)], device=next(model.parameters()).device)
+    try:
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=1)
+    except Exception as error:  # the model's own code, on a config that it did not refuse
+        raise ModelLoadError(
+            f"{type(model).__name__} does not run on a trial text, so the weights or its config are damaged: "
+            + one_line(error)
+        ) from error
+
+
+def _trial_batches(model: Model, block_size: int, device: torch.device) -> tuple[PackedBatch, ...]:
     """The trial text in one or two steps, over a cache of its own that the model is bound to."""
     ids = _trial_ids(model.vocab_size)
     spec = model.cache_spec()
@@ -87,11 +120,11 @@ def trial_batches(model: Model, block_size: int, device: torch.device) -> list[P
     model.bind_cache(allocate(spec.layers, num_blocks=blocks, block_size=block_size, dtype=spec.dtype, device=device))
     plan = model.plan(ProcessedPrompt(token_ids=tuple(ids)))
     half = _LENGTH // 2 if not plan.spans else _LENGTH
-    return [
+    return tuple(
         _batch(ids, plan.positions_at(start, stop), start, stop, plan.spans, device)
         for start, stop in ((0, half), (half, _LENGTH))
         if stop > start
-    ]
+    )
 
 
 def _batch(

@@ -4,6 +4,7 @@ visual_pos_masks, deepstack_visual_embeds   image rows added after the first lay
 vision_mask, deepstack_features             image rows added before layers of given numbers (Granite 4 Vision)
 moe_mm_token_type_ids                       which tokens go to the experts for images (Ernie 4.5 VL)
 per_layer_inputs                            a second embedding of the ids, for every layer (Gemma 3n, Gemma 4)
+embed_vision, embed_audio                   tables of their own for ids that stand around images and sounds (Gemma 3n)
 logits_to_keep                              0: a text model that drops positions itself would drop them from the
                                             cache too; the outer model does it after the last layer
 """
@@ -30,11 +31,24 @@ class TextInputs:
     Attributes:
         decoder: The text model. names: Parameters of its forward and of its layers' that are served here.
         pad: The id that stands for an image where ids are embedded a second time.
+        table: The text model's embedding. others: Modules that embed `vocab_size` ids from `vocab_offset` on.
     """
 
     decoder: Any
     names: frozenset[str]
     pad: int
+    table: Any
+    others: tuple[Any, ...] = ()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, W] of ids [T] that are text, each from the table that the model has for it."""
+        embeds: torch.Tensor = self.table(token_ids)
+        for other in self.others:
+            where = (token_ids >= other.vocab_offset) & (token_ids < other.vocab_offset + other.vocab_size)
+            (places,) = where.nonzero(as_tuple=True)
+            if len(places):
+                embeds = embeds.index_copy(0, places, other(input_ids=token_ids[places]).to(embeds.dtype))
+        return embeds
 
     @property
     def takes_more(self) -> bool:
@@ -68,7 +82,9 @@ def find_text_inputs(model: Any) -> TextInputs:
     if getattr(decoder, "hidden_size_per_layer_input", 0) and "per_layer_inputs" in taken:
         names.add("per_layer_inputs")
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
-    return TextInputs(decoder, frozenset(names), int(pad or 0))
+    embedders = [getattr(getattr(model, "model", None), name, None) for name in ("embed_vision", "embed_audio")]
+    others = tuple(each for each in embedders if hasattr(each, "vocab_offset"))
+    return TextInputs(decoder, frozenset(names), int(pad or 0), model.get_input_embeddings(), others)
 
 
 def _extra_rows(placed: Sequence[RowPlacement], token_ids: torch.Tensor) -> Mapping[str, Any]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, util
 from typing import Any, Final
 
 from packaging.version import InvalidVersion, Version
 
 from mmserve.errors import UnsupportedModelError
 
-__all__ = ["LOADING", "PACKED", "Requirement", "newer_than_installed", "require"]
+__all__ = ["LOADING", "PACKED", "Requirement", "newer_than_installed", "require", "require_library_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,21 @@ LOADING: Final = Requirement(
 PACKED: Final = Requirement(
     "the packed path (transformers' attention and mask interfaces)", {"transformers": "5.24", "torch": "2.10"}
 )
+
+
+_LIBRARIES: Final = dict.fromkeys(
+    ("fast_vlm", "gemma3n", "gemma3n_text", "perception_lm", "timm_backbone", "timm_wrapper"), "timm"
+)
+"""Architectures, whole or part of another, and the library that transformers takes them from."""
+
+
+def require_library_of(model_type: str) -> None:
+    """Raise UnsupportedModelError if an architecture needs a library that is not installed."""
+    library = _LIBRARIES.get(model_type)
+    if library is not None and util.find_spec(library) is None:
+        raise UnsupportedModelError(
+            f"{model_type!r} needs {library}, which is not installed: pip install 'mmserve[{library}]'"
+        )
 
 
 def require(requirement: Requirement) -> None:

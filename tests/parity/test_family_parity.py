@@ -8,7 +8,9 @@ import pytest
 
 from fixtures.tiny_models.conformance import Case
 from fixtures.tiny_models.families import FAMILIES
+from mmserve.conformance.report import mapped_types
 from mmserve.model.proven import PROVEN
+from mmserve.model.refused import REFUSED
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -21,3 +23,7 @@ def test_family(name: str, tmp_path: Path) -> None:
 
 def test_every_family_on_the_packed_path_is_proven_here() -> None:
     assert {name for name in PROVEN if name not in FAMILIES} == set()
+
+
+def test_every_type_of_the_image_text_mapping_is_compared_here_or_refused_by_name() -> None:
+    assert {name for name in mapped_types() if (name in FAMILIES) == (name in REFUSED)} == set()

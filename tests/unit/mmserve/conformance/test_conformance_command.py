@@ -19,7 +19,7 @@ def test_family_and_model_exclude_each_other() -> None:
 
 
 def test_an_unknown_family_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no tiny model of 'nobody'; known: aria, .*qwen3_vl"):
+    with pytest.raises(ConfigError, match=r"no tiny model of 'nobody'; known: apertus, .*qwen3_vl"):
         families.known_families(("llama", "nobody"))
 
 

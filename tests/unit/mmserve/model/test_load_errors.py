@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import MambaForCausalLM
 from transformers.utils import logging
 
 from fixtures.tiny_models.families import FAMILIES
@@ -23,6 +24,7 @@ from mmserve.errors import (
     UnsupportedModelError,
     WeightsError,
 )
+from mmserve.model import load as loading
 from mmserve.model import load_model
 from mmserve.model.precision import resolve_device
 
@@ -194,7 +196,11 @@ def test_quantised_weights(folder: Path) -> None:
         ),
         (lambda config: config["text_config"].update(num_hidden_layers=3), WeightsError, "missing: model.text_model"),
         (lambda config: config["text_config"].update(hidden_act="wish"), UnsupportedModelError, "wish"),
-        (lambda config: config["text_config"].update(vocab_size=-1), UnsupportedModelError, "can not be built"),
+        (
+            lambda config: config["text_config"].update(vocab_size=-1),
+            UnsupportedModelError,
+            "vocab_size is -1, and must",
+        ),
         (lambda config: config["vision_config"].update(model_type=[]), ModelLoadError, "can not be put on"),
     ],
     ids=[
@@ -215,6 +221,74 @@ def test_a_config_that_contradicts_itself_or_the_weights(
     edit_config(folder, change)
     with pytest.raises(error, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "message"),
+    [
+        (
+            "text_config.rope_parameters",
+            "rope_theta",
+            0,
+            "rope_parameters.rope_theta is 0.*, and must be greater than 0",
+        ),
+        ("text_config.rope_parameters", "rope_theta", -1e4, "rope_parameters.rope_theta is -10000.0"),
+        ("text_config", "rms_norm_eps", float("nan"), "text_config.rms_norm_eps is nan, and must be greater than 0"),
+        ("text_config", "sliding_window", -4, "text_config.sliding_window is -4, and must be at least 0"),
+        ("text_config", "num_key_value_heads", 3, "is 3, which does not divide the 4 of num_attention_heads"),
+        ("vision_config", "num_attention_heads", -4, "vision_config.num_attention_heads is -4"),
+    ],
+)
+def test_a_number_that_can_not_be(folder: Path, part: str, field: str, value: float, message: str) -> None:
+    def change(config: dict[str, Any]) -> None:
+        for name in part.split("."):
+            config = config[name]
+        config[field] = value
+
+    edit_config(folder, change)
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(folder)
+
+
+def test_a_library_that_is_not_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    edit_config(folder, lambda config: config["vision_config"].update(model_type="timm_wrapper"))  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedModelError, match=r"'timm_wrapper' needs timm, which is not installed: pip install"):
+        load(folder)
+
+
+def test_rotary_numbers_of_each_kind_of_layer(tmp_path: Path) -> None:
+    build(FAMILIES["gemma3"], tmp_path)
+    edit_config(
+        tmp_path,
+        lambda config: config["text_config"]["rope_parameters"]["sliding_attention"].update(rope_theta=0),  # type: ignore[index]
+    )
+    with pytest.raises(UnsupportedModelError, match=r"rope_parameters\.sliding_attention\.rope_theta is 0"):
+        load(tmp_path)
+
+
+def test_a_proven_family_that_does_not_run_is_not_handed_to_generate(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise UnsupportedModelError("the plain model does not run on a trial text: it is broken")
+
+    monkeypatch.setattr(loading, "plain_logits", fail)
+    with pytest.raises(
+        ModelLoadError, match="it is broken; models of this kind do, so its config or its weights"
+    ) as info:
+        load(whole)
+    assert not isinstance(info.value, UnsupportedModelError)
+
+
+def test_a_language_model_that_does_not_run_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    build(FAMILIES["mamba"], tmp_path)
+    monkeypatch.setattr(MambaForCausalLM, "forward", fail)
+    with pytest.raises(ModelLoadError, match=r"MambaForCausalLM does not run on a trial text.* shapes do not fit"):
+        load(tmp_path)
 
 
 def test_weights_that_are_not_numbers(folder: Path) -> None:

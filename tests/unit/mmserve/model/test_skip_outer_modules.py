@@ -11,6 +11,7 @@ from transformers import CohereConfig, CohereForCausalLM, LlamaConfig, LlamaForC
 
 from mmserve.kernels.library import status
 from mmserve.model.load import load_model
+from mmserve.model.paged import PagedModel
 
 TEXT = {
     "vocab_size": 60, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -48,3 +49,12 @@ def test_the_shortcut_is_taken_only_where_it_changes_nothing(
 def test_with_replacement_switched_off_the_whole_model_runs(tmp_path: Any) -> None:
     model = load_model(save(tmp_path, llama()), dtype="float32", path="paged", block_size=16, replace=False)
     assert model.describe()["forward"] == "the whole model"
+
+
+@pytest.mark.skipif(not status().native, reason="nothing is replaced without compiled kernels")
+def test_the_trial_text_runs_once_through_each_of_the_two(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    own = PagedModel.forward
+    monkeypatch.setattr(PagedModel, "forward", lambda model, batch: calls.append(batch) or own(model, batch))
+    load_model(save(tmp_path, llama()), dtype="float32", path="paged", block_size=16)
+    assert len(calls) == 4  # two batches, by the whole model and by its text model and head
