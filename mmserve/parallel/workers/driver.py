@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from mmserve.engine.batch import NewRequest, ScheduledBatch, StepOutput
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import SchedulerLimits
 from mmserve.errors import ConfigError, RequestError, UnsupportedModelError, WorkerError
+from mmserve.model.fingerprint import fingerprint
 from mmserve.model.interface import CacheSpec
 from mmserve.parallel.layout import Layout
 from mmserve.parallel.rank import RankShape
 from mmserve.parallel.workers.crew import Crew, Member, start_local
+from mmserve.parallel.workers.launch import Launch, gather
 from mmserve.parallel.workers.meet import host_store, meet
 from mmserve.parallel.workers.wire import Ready, Result, Setup, Start, Step
 
@@ -214,8 +217,9 @@ def start_team(
     plan: Mapping[str, str] | None,
     timeout: float,
     members: Sequence[Member] | None = None,
+    launch: Launch | None = None,
 ) -> Team:
-    """Start a worker for each further rank on this machine, and connect to all of them.
+    """Connect to a worker for each further rank: started here, on this machine, unless they are there already.
 
     Args:
         folder, dtype, device, attention_backend, block_size: As for `load_model`.
@@ -224,18 +228,26 @@ def start_team(
         plan: The caller's tensor-parallel plan.
         timeout: Seconds of silence after which a rank counts as lost.
         members: Workers that are there already, and wait for another engine after this one.
+        launch: Of this process, rank 0, if a launcher started all ranks; they end with the engine.
 
     Raises:
-        ConfigError: There are fewer CUDA devices than ranks.
+        ConfigError: There are fewer CUDA devices than ranks, or this launch has had its engine.
         WorkerError: A worker did not come up.
     """
-    devices = rank_devices(layout, device)
-    crew = Crew(start_local(layout.size - 1) if members is None else members, keep=members is not None)
-    try:
-        store = host_store(_HOST, timeout)
+    keep, host, files, share = members is not None, _HOST, {}, None
+    if launch is not None:
+        files = fingerprint(Path(folder), allow_pickled=allow_pickled_weights)
+        members, host = gather(launch, timeout)
+        devices = [str(device), *(_own_device(member, device) for member in members)]
+    else:
+        devices = rank_devices(layout, device)
         share = max(1, torch.get_num_threads() // layout.size)
+    crew = Crew(start_local(layout.size - 1) if members is None else members, keep=keep)
+    try:
+        store = host_store(host, timeout)
         common: dict[str, Any] = {
-            "layout": layout, "host": _HOST, "port": store.port, "name": "engine", "folder": folder, "dtype": dtype,
+            "layout": layout, "host": host, "files": files, "port": store.port, "name": "engine",
+            "folder": folder, "dtype": dtype,
             "attention_backend": attention_backend, "block_size": block_size, "replace": replace,
             "trust_remote_code": trust_remote_code, "allow_pickled_weights": allow_pickled_weights,
             "ignore_weights": tuple(ignore_weights),
@@ -244,13 +256,26 @@ def start_team(
         crew.greet((Setup(rank=rank, device=devices[rank], **common) for rank in range(1, layout.size)), timeout)
         place = layout.place(0)
         try:
-            groups = meet(store, "engine", place, torch.device(devices[0]), _HOST, timeout)
+            groups = meet(store, "engine", place, torch.device(devices[0]), host, timeout)
         except RuntimeError as error:
             crew.explain(error)
     except BaseException:
         crew.kill()
         raise
     return Team(layout, crew, RankShape(place, groups.tensor, groups.pipeline, plan), store, timeout)
+
+
+def _own_device(member: Member, device: torch.device) -> str:
+    """Of a rank that a launcher started.
+
+    Raises:
+        ConfigError: The launcher does not say which device is its.
+    """
+    if device.type != "cuda":
+        return str(device)
+    if member.local_rank is None:
+        raise ConfigError(f"which CUDA device {member} takes is said by LOCAL_RANK, which is not in its environment")
+    return f"cuda:{member.local_rank}"
 
 
 def rank_devices(layout: Layout, device: torch.device) -> list[str]:
