@@ -10,7 +10,8 @@ A step with two stages of two ranks; the driver is rank 0, tokens are chosen on 
 
 from __future__ import annotations
 
-from collections import deque
+import socket
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from mmserve.engine.batch import NewRequest, ScheduledBatch, StepOutput
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import SchedulerLimits
+from mmserve.engine.sizing import cache_bytes
 from mmserve.errors import ConfigError, RequestError, UnsupportedModelError, WorkerError
 from mmserve.model.fingerprint import fingerprint
 from mmserve.model.interface import CacheSpec
@@ -45,15 +47,18 @@ class Team:
         rank: What the driver itself has.
         store: Where they met; kept alive as long as they are.
         timeout: Seconds of silence after which a rank counts as lost.
+        sharers: Ranks that share the memory of one host or device, at most.
     """
 
-    def __init__(self, layout: Layout, crew: Crew, rank: RankShape, store: Any, timeout: float) -> None:
+    def __init__(self, layout: Layout, crew: Crew, rank: RankShape, store: Any, timeout: float, sharers: int) -> None:
         self.layout = layout
         self.rank = rank
         self._crew = crew
         self._store = store
         self._timeout = timeout
-        self._ranks: list[Mapping[str, Any]] = []
+        self.sharers = sharers
+        self._ranks: list[Ready] = []
+        self._limits: SchedulerLimits | None = None
 
     @property
     def samples_here(self) -> bool:
@@ -77,16 +82,21 @@ class Team:
                     f"{member}, whose heads are others: give another tensor_parallel"
                 )
             most = max(most, ready.cache, key=CacheSpec.slot_bytes)
-            self._ranks.append(ready.about)
+            self._ranks.append(ready)
         return most
 
     def describe(self) -> list[dict[str, Any]]:
         """What each worker holds; JSON-friendly."""
-        kept = ("parallel", "device", "parameters", "path", "replacements")
-        return [{name: about[name] for name in kept if name in about} for about in self._ranks]
+        kept = ("parallel", "device", "parameters", "weight_bytes", "path", "replacements")
+        found = [{name: ready.about[name] for name in kept if name in ready.about} for ready in self._ranks]
+        if self._limits is not None:
+            for entry, ready in zip(found, self._ranks, strict=True):
+                entry["cache_bytes"] = cache_bytes(self._limits.num_blocks, ready.cache, self._limits.block_size)
+        return found
 
     def run_with(self, runner: ModelRunner, limits: SchedulerLimits, unsampled: Sequence[int]) -> ParallelRunner:
         """Start the workers' runners; what runs a step on all ranks."""
+        self._limits = limits
         self._crew.tell(range(1, self.layout.size), Start(limits, tuple(unsampled)))
         return ParallelRunner(runner, self._crew, self.layout, self._timeout)
 
@@ -262,7 +272,15 @@ def start_team(
     except BaseException:
         crew.kill()
         raise
-    return Team(layout, crew, RankShape(place, groups.tensor, groups.pipeline, plan), store, timeout)
+    sharers = 1 if device.type == "cuda" else _most_on_a_host(layout.size, members if launch is not None else None)
+    return Team(layout, crew, RankShape(place, groups.tensor, groups.pipeline, plan), store, timeout, sharers)
+
+
+def _most_on_a_host(size: int, members: Sequence[Member] | None) -> int:
+    """Ranks of the fullest host, the driver among them; without `members`, all are on this one."""
+    if members is None:
+        return size
+    return max(Counter([socket.gethostname(), *(member.host for member in members)]).values())
 
 
 def _own_device(member: Member, device: torch.device) -> str:
