@@ -50,8 +50,9 @@ def run(num_seqs: int = 32, num_steps: int = 200) -> dict[str, Any]:
         num_seqs: Sequences decoding at once. num_steps: Steps measured.
 
     Returns:
-        {"num_seqs", "steps", "message_bytes" (mean, of a step), and in milliseconds of a step "median_ms", "p90_ms" and
-        "send_ms" (median: until the batch is out)}
+        {"num_seqs", "steps", "message_bytes" (mean, of a step), and in milliseconds of a step "median_ms", "p90_ms",
+        "send_ms" (median: until the batch is out) and "driver_cpu_ms" (median: processor time of the driver, which a
+        busy machine does not change)}
     """
     team = _EchoTeam(num_seqs, num_steps)
     answer = num_steps + _PROMPT
@@ -86,14 +87,16 @@ class _Clock:
         self._num_steps = num_steps
         self._sends: list[float] = []
         self._wholes: list[float] = []
+        self._cpu: list[float] = []
         self._sizes: list[int] = []
 
-    def note(self, step: Step, sent: float, whole: float) -> None:
+    def note(self, step: Step, sent: float, whole: float, cpu: float) -> None:
         """A step is done; kept if all sequences were in it, each with a token, and enough are not kept yet."""
         chunks = step.batch.chunks
         if len(chunks) == self._num_seqs and all(chunk.num_tokens == 1 for chunk in chunks) and self._has_room():
             self._sends.append(sent)
             self._wholes.append(whole)
+            self._cpu.append(cpu)
             self._sizes.append(len(encode(step)))
 
     def _has_room(self) -> bool:
@@ -106,6 +109,7 @@ class _Clock:
             "steps": len(ordered),
             "message_bytes": round(statistics.mean(self._sizes)),
             "send_ms": round(statistics.median(self._sends) * 1e3, 3),
+            "driver_cpu_ms": round(statistics.median(self._cpu) * 1e3, 3),
             "median_ms": round(statistics.median(ordered) * 1e3, 3),
             "p90_ms": round(ordered[int(0.9 * len(ordered))] * 1e3, 3),
         }
@@ -150,12 +154,12 @@ class _TimedSteps:
     def begin(self, batch: ScheduledBatch) -> None:
         """Exchange, then the step here."""
         step = Step(batch, self._news)
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.thread_time()
         self._crew.tell([1], step)
         sent = time.perf_counter()
         self._crew.hear(1, _TIMEOUT)
         whole = time.perf_counter()
-        self._clock.note(step, sent - began, whole - began)
+        self._clock.note(step, sent - began, whole - began, time.thread_time() - worked)
         output = self._runner.run(batch)
         self._news = ({request_id: token.token_id for request_id, token in output.sampled.items()},)
         self._outputs.append(output)

@@ -105,6 +105,7 @@ def render(result: dict[str, Any]) -> str:
         ("", ""),
         [
             (f"exchange of a step, {exchanged['num_seqs']} sequences, median", f"{exchanged['median_ms']:.2f} ms"),
+            ("the same, processor time of the driver", f"{exchanged['driver_cpu_ms']:.2f} ms"),
             ("the same, 90 % are below", f"{exchanged['p90_ms']:.2f} ms"),
             (f"prefill, one process, {work['ranks']} threads", f"{prefill['one_process']:,.0f} tokens/s"),
             (f"prefill, {work['ranks']} ranks, one thread each", f"{prefill['ranks']:,.0f} tokens/s"),
