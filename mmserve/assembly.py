@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mmserve.model.interface import Model
     from mmserve.parallel.rank import RankShape
     from mmserve.parallel.workers.driver import Team
+    from mmserve.parallel.workers.launch import Launch
     from mmserve.types import GenerationRequest
     from processors import PromptProcessor
 
@@ -50,9 +52,13 @@ def assemble(
     Raises:
         ConfigError: An option does not fit this model.
         ModelLoadError: The model can not be loaded; nothing was started.
+        SystemExit: This process is a rank that a launcher started, not the first, and rank 0 is done.
     """
     from mmserve.model import load_model
 
+    launch = _find_launch(config)
+    if launch is not None and launch.rank > 0:
+        raise SystemExit(_work(launch, folder, config))
     processor = load_processor(folder, config, trust_remote_code=trust_remote_code)
 
     def load(rank: RankShape | None) -> Model:
@@ -72,7 +78,7 @@ def assemble(
     if config.tensor_parallel * config.pipeline_parallel == 1:
         model = load(None)
         return Parts(folder, processor, model, _make_engine(folder, processor, model, config, None, trust_remote_code))
-    team = _start_team(folder, config, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    team = _start_team(folder, config, launch, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     try:
         model = load(team.rank)
         engine = _make_engine(folder, processor, model, config, team, trust_remote_code)
@@ -86,8 +92,30 @@ def assemble(
     return Parts(folder, processor, model, engine)
 
 
+def _find_launch(config: EngineConfig) -> Launch | None:
+    """What torchrun says of this process, if it started it and the engine has several ranks."""
+    if config.tensor_parallel * config.pipeline_parallel == 1:
+        return None
+    from mmserve.parallel.layout import Layout
+    from mmserve.parallel.workers.launch import find_launch
+
+    return find_launch(os.environ, Layout(config.tensor_parallel, config.pipeline_parallel))
+
+
+def _work(launch: Launch, folder: Path, config: EngineConfig) -> int:
+    from mmserve.parallel.workers.launch import work
+
+    return work(launch, folder, config.rank_timeout)
+
+
 def _start_team(
-    folder: Path, config: EngineConfig, *, dtype: str | torch.dtype, device: str | torch.device, trust_remote_code: bool
+    folder: Path,
+    config: EngineConfig,
+    launch: Launch | None,
+    *,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    trust_remote_code: bool,
 ) -> Team:
     from mmserve.model.precision import resolve_device
     from mmserve.parallel.layout import Layout
@@ -106,6 +134,7 @@ def _start_team(
         ignore_weights=config.ignore_weights,
         plan=config.tensor_parallel_plan,
         timeout=config.rank_timeout,
+        launch=launch,
     )
 
 

@@ -58,6 +58,7 @@ class MMPipeline:
     Raises:
         ConfigError: An option is unknown or out of range.
         ModelLoadError: The model can not be found or loaded; nothing was started.
+        SystemExit: Under torchrun, on every rank but the first, when rank 0 has closed its pipeline.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from mmserve.testing import ByteTokenizer, mock_prompt
 from mmserve.types import SamplingParams
 from processors.types import ImageItem, ProcessedPrompt
 
-__all__ = ["run"]
+__all__ = ["ClockModel", "run"]
 
 _LONG_ANSWER = 20_000
 """Tokens of every answer: more than there are steps, so that nobody finishes while others are measured."""
@@ -62,7 +62,7 @@ def _host_seconds(num_seqs: int, num_steps: int, prompt_length: int, queue_lengt
     """Median seconds between two forwards in which all of `num_seqs` sequences decode."""
     block_size = 64
     per_seq = -(-(prompt_length + _LONG_ANSWER) // block_size)
-    model = _ClockModel()
+    model = ClockModel()
     config = EngineConfig(
         block_size=block_size,
         num_blocks=num_seqs * per_seq,
@@ -94,7 +94,7 @@ def _pool_seconds(num_blocks: int) -> float:
     return time.perf_counter() - began
 
 
-class _ClockModel:
+class ClockModel:
     """Computes nothing; knows when it was called."""
 
     vocab_size: int = 259

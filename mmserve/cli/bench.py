@@ -1,4 +1,4 @@
-"""`mmserve bench compare | offline | attention | processors | scheduler | loading`: each ends in one line of JSON."""
+"""`mmserve bench compare | offline | attention | processors | scheduler | loading | parallel`: each ends in JSON."""
 
 from __future__ import annotations
 
@@ -110,3 +110,26 @@ def loading(model: Path | None, shape: str, dtype: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = model if model is not None else build_shape(shape, Path(scratch) / shape)
         click.echo(render(run(folder, dtype=dtype)))
+
+
+@bench.command()
+@_MODEL
+@click.option("--shape", default=_SHAPE, show_default=True, help="Without --model: random weights in this shape.")
+@click.option("--dtype", default="auto", show_default=True)
+@click.option("--ranks", type=click.IntRange(2), default=2, show_default=True, help="And threads of the other side.")
+@click.option("--sequences", type=click.IntRange(1), default=32, show_default=True, help="Of an exchanged step.")
+@click.option("--text-tokens", type=click.IntRange(2), default=1000, show_default=True, help="Of a prompt, about.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Turns of a side; the best counts."
+)
+def parallel(
+    model: Path | None, shape: str, dtype: str, ranks: int, sequences: int, text_tokens: int, repeats: int
+) -> None:
+    """Several ranks on the CPU: bytes sent, host time of a step's exchange, prefill against one process."""
+    from mmserve.bench.parallel import Workload, render, run
+    from mmserve.bench.shapes import build_shape
+
+    workload = Workload(ranks=ranks, sequences=sequences, text_tokens=text_tokens, repeats=repeats)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model if model is not None else build_shape(shape, Path(scratch) / shape)
+        click.echo(render(run(folder, dtype=dtype, workload=workload, say=_say)))

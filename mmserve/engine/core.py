@@ -86,7 +86,8 @@ class Engine:
         self._encoder_lock = threading.Lock()
         self._decoder = TextDecoder(copy.deepcopy(tokenizer))
         cache = model.cache_spec() if team is None else team.largest_cache(model.cache_spec())
-        self._memory = plan_memory(config, model, torch.device(device), worst_prompt)
+        sharers = 1 if team is None else team.sharers
+        self._memory = plan_memory(config, model, torch.device(device), worst_prompt, sharers)
         self.limits: SchedulerLimits = resolve_limits(config, cache, model.max_position, self._memory.kv_cache)
         self._unsampled = unsampled_ids(model.forbidden_token_ids, tokenizer, model.vocab_size, generation_config)
         # A model that keeps state of its own must compute every token itself.

@@ -68,7 +68,11 @@ def device_memory(device: torch.device) -> int:
 
 
 def plan_memory(
-    config: EngineConfig, model: Model, device: torch.device, worst_prompt: Callable[[int], ProcessedPrompt] | None
+    config: EngineConfig,
+    model: Model,
+    device: torch.device,
+    worst_prompt: Callable[[int], ProcessedPrompt] | None,
+    sharers: int = 1,
 ) -> MemoryPlan:
     """How many bytes keys and values get.
 
@@ -77,6 +81,7 @@ def plan_memory(
         model: Loaded; a trial binds a small cache to it, so the real one must be bound afterwards.
         device: Where it computes.
         worst_prompt: Makes the prompt of the worst step, of so many tokens; None: text alone.
+        sharers: Ranks of a parallel engine that share this memory, each with a cache of this size.
 
     Raises:
         ConfigError: The cache is larger than the memory, or the budget leaves nothing for it; says the numbers.
@@ -90,11 +95,16 @@ def plan_memory(
     elif config.kv_cache_memory is not None:
         plan = MemoryPlan("kv_cache_memory", config.kv_cache_memory)
     else:
-        plan = MemoryPlan("default: 1 GiB, at most a quarter of the memory", min(DEFAULT_KV_CACHE, total // 4))
-    if plan.kv_cache > total:
+        plan = MemoryPlan(
+            "default: 1 GiB, at most a quarter of the memory"
+            + f" for the {sharers} ranks that share it" * (sharers > 1),
+            min(DEFAULT_KV_CACHE, total // (4 * sharers)),
+        )
+    if plan.kv_cache * sharers > total:
+        each = f" in each of {sharers} ranks" if sharers > 1 else ""
         raise ConfigError(
-            f"a cache of {plan.kv_cache:,} bytes ({plan.rule}) is more than the {total:,} bytes of memory on {device}: "
-            "give a smaller num_blocks, kv_cache_memory or memory_budget"
+            f"a cache of {plan.kv_cache:,} bytes ({plan.rule}){each} is more than the {total:,} bytes of memory on "
+            f"{device}: give a smaller num_blocks, kv_cache_memory or memory_budget"
         )
     return plan
 

@@ -43,6 +43,11 @@ class Team(Protocol):
         """Whether tokens are chosen in this process."""
         ...
 
+    @property
+    def sharers(self) -> int:
+        """Ranks that share the memory of one host or device, at most."""
+        ...
+
     def largest_cache(self, own: CacheSpec) -> CacheSpec:
         """The cache of the rank where a block takes most bytes; `own`: this one's. Waits until all have loaded."""
         ...

@@ -8,7 +8,29 @@ from torch import nn
 
 from mmserve.kernels.library import kernels
 
-__all__ = ["FewRowLinear"]
+__all__ = ["FewRowLinear", "weight_declines", "weight_product"]
+
+
+def weight_declines(weight: torch.Tensor) -> str | None:
+    """None if `weight_product` takes a weight [out, in], else why not."""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+        return f"its weight is {weight.dtype} on {weight.device.type}"
+    if not weight.numel() or weight.shape[1] % 2 or not weight.is_contiguous():
+        return f"its weight of {tuple(weight.shape)} is not in dense rows of an even length"
+    return None
+
+
+def weight_product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """input [..., in] times weight [out, in], plus bias [out] -> [..., out], by whichever kernel suits the rows."""
+    library = kernels()
+    rows = input.numel() // weight.shape[1]
+    few = rows <= library.most_linear_rows
+    many = rows >= library.least_dense_rows and library.dense_pays(weight.element_size())
+    if not (few or many) or input.dtype != weight.dtype:
+        return F.linear(input, weight, bias)
+    flat = input.reshape(rows, weight.shape[1])
+    out = library.linear(flat, weight, bias, None) if few else library.dense(flat, weight, bias, None, "none")
+    return out.view(*input.shape[:-1], weight.shape[0])
 
 
 class FewRowLinear(nn.Linear):
@@ -24,12 +46,7 @@ class FewRowLinear(nn.Linear):
         """None if `linear` can become a FewRowLinear, else why not."""
         if type(linear) is not nn.Linear:
             return f"it is a {type(linear).__name__}, not a plain Linear"
-        weight = linear.weight
-        if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
-            return f"its weight is {weight.dtype} on {weight.device.type}"
-        if linear.in_features % 2 or not weight.is_contiguous():
-            return f"its weight of {tuple(weight.shape)} is not in dense rows of an even length"
-        return None
+        return weight_declines(linear.weight)
 
     @staticmethod
     def take_over(linear: nn.Linear) -> None:
@@ -41,15 +58,4 @@ class FewRowLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        library = kernels()
-        rows = input.numel() // self.in_features
-        few = rows <= library.most_linear_rows
-        many = rows >= library.least_dense_rows and library.dense_pays(self.weight.element_size())
-        if not (few or many) or input.dtype != self.weight.dtype:
-            return F.linear(input, self.weight, self.bias)
-        flat = input.reshape(rows, self.in_features)
-        if few:
-            out = library.linear(flat, self.weight, self.bias, None)
-        else:
-            out = library.dense(flat, self.weight, self.bias, None, "none")
-        return out.view(*input.shape[:-1], self.out_features)
+        return weight_product(input, self.weight, self.bias)

@@ -71,6 +71,7 @@ class LoadedModel:
             "dtype_reason": self.precision.reason,
             "device": str(self.device),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "weight_bytes": sum(p.numel() * p.element_size() for p in self.model.parameters()),
             "weights_left_over": dict(self.left_over),
             "parallel": None if self.rank is None else self.rank.describe(),
             **more,

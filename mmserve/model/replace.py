@@ -4,8 +4,8 @@ Four kinds, all on the CPU and only where the kernels are compiled:
 
     decoder layers    of the Llama kind, each as one native call (`replace_decoder`), then all in one (`replace_stack`)
     RMS norms         in their three forms (`replace_norm`)
-    linear layers     of the text model, products of few rows (`mmserve.kernels.linear`)
-    vision towers     whole layers (`replace_encoder`), else attention and activation; by the tile (`replace_tower`)
+    linear layers     of the text model, their products (`mmserve.kernels.linear`), a rank's part of one too
+    vision towers     whole layers (`replace_encoder`), else attention and activation; by tiles (`replace_tower`)
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from torch import nn
 from mmserve.attention.interface import AttentionSpec
 from mmserve.kernels.decoder import NativeDecoderLayer
 from mmserve.kernels.library import kernels, status
-from mmserve.kernels.linear import FewRowLinear
+from mmserve.kernels.linear import FewRowLinear, weight_declines, weight_product
 from mmserve.model.replace_checks import overridden, pattern_of
 from mmserve.model.replace_decoder import replace_decoder_layers
 from mmserve.model.replace_norm import replace_norms
 from mmserve.model.replace_stack import replace_stack
 from mmserve.model.replace_tower import replace_tower
+from mmserve.parallel.layers import ExchangedLinear
 
 __all__ = ["Replacement", "replace_layers"]
 
@@ -117,7 +118,8 @@ def _linears(model: Any, names: Mapping[nn.Module, str]) -> Replacement:
     left = []
     count = 0
     for linear in _text_linears(model):
-        reason = FewRowLinear.declines(linear) or overridden(linear)
+        exchanged = linear if isinstance(linear, ExchangedLinear) else None
+        reason = (weight_declines(linear.weight) if exchanged else FewRowLinear.declines(linear)) or overridden(linear)
         if reason is None:
             kind = (linear.weight.shape, linear.weight.dtype, linear.bias is None)
             if kind not in tried:
@@ -126,7 +128,10 @@ def _linears(model: Any, names: Mapping[nn.Module, str]) -> Replacement:
         if reason is not None:
             left.append((names[linear], reason))
             continue
-        FewRowLinear.take_over(linear)
+        if exchanged:
+            exchanged.product = weight_product
+        else:
+            FewRowLinear.take_over(linear)
         count += 1
     return _account("linear layers of the text model", count, left)
 

@@ -6,6 +6,7 @@ A group is an object, not torch's global default group: a process may hold sever
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -107,6 +108,14 @@ def _finish(begin: Callable[[], Any]) -> None:
         raise ExchangeError(f"an exchange between ranks broke: {error}") from error
 
 
+def _gloo_device(gloo: Any, host: str) -> Any:
+    """The network that ranks talk over, chosen as torch.distributed does: GLOO_SOCKET_IFNAME, or this host's name."""
+    if host in _LOOPBACK:
+        return gloo.create_device(hostname="127.0.0.1")
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    return gloo.create_device(interface=name) if name else gloo.create_default_device()
+
+
 def make_group(store: Any, name: str, rank: int, size: int, device: torch.device, host: str, timeout: float) -> Group:
     """Meet the other ranks of the group `name` and connect to them.
 
@@ -135,5 +144,5 @@ def make_group(store: Any, name: str, rank: int, size: int, device: torch.device
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = limit
-    options._devices = [gloo.create_device(hostname="127.0.0.1") if host in _LOOPBACK else gloo.create_default_device()]
+    options._devices = [_gloo_device(gloo, host)]
     return Group(gloo(own, rank, size, options), rank, size)

@@ -6,13 +6,14 @@
     row, whole input  [out, in/n]   takes its part of a whole input first
     vocabulary        [V/n, w]      rows of other ranks read as zeros, all-reduce
 
-A column layer is a plain `nn.Linear` of fewer rows, so whatever takes plain linears takes it too.
+A column layer is a plain `nn.Linear` of fewer rows, so whatever takes plain linears takes it too. Layers that exchange
+name the product of their own part as `product`, so that a faster one can take its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from mmserve.parallel.group import Group
 from mmserve.parallel.shares import Share
 
 __all__ = [
+    "ExchangedLinear",
     "GatheredLinear",
     "RowLinear",
     "gather_embedding",
@@ -31,10 +33,25 @@ __all__ = [
 ]
 
 
-class GatheredLinear(nn.Linear):
-    """This rank's columns of a linear layer; every rank gets the whole output. Made by `become`."""
+Product: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]"
+"""input [..., in], weight [out, in], bias [out] or None -> [..., out]."""
+
+
+class ExchangedLinear(nn.Linear):
+    """A linear layer whose product is followed by an exchange.
+
+    Attributes:
+        group: The ranks that share the layer.
+        product: Of this rank's part.
+    """
 
     group: Group
+    product: Product = staticmethod(F.linear)
+
+
+class GatheredLinear(ExchangedLinear):
+    """This rank's columns of a linear layer; every rank gets the whole output. Made by `become`."""
+
     widths: tuple[int, ...]
 
     @staticmethod
@@ -45,16 +62,15 @@ class GatheredLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., all ranks' out_features]."""
-        return gather_features(F.linear(input, self.weight, self.bias), self.group, self.widths)
+        return gather_features(self.product(input, self.weight, self.bias), self.group, self.widths)
 
 
-class RowLinear(nn.Linear):
+class RowLinear(ExchangedLinear):
     """A linear layer over this rank's part of the input features. Made by `become`.
 
     The sum over ranks is taken before the bias is added, so that it is added once.
     """
 
-    group: Group
     own: tuple[int, int] | None
 
     @staticmethod
@@ -67,7 +83,7 @@ class RowLinear(nn.Linear):
         """[..., own or all input features] -> [..., out_features]."""
         if self.own is not None:
             input = input[..., self.own[0] : self.own[1]]
-        out = self.group.all_reduce(F.linear(input, self.weight))
+        out = self.group.all_reduce(self.product(input, self.weight, None))
         return out if self.bias is None else out + self.bias
 
 

@@ -2,14 +2,14 @@
 
 transformers' loader asks each tensor of the checkpoint for its values, once, and renames and merges what it gets. Here
 it is given tensors that answer with this rank's slice. Which slice that is follows from the parameter that the tensor
-ends in, so the loader's own renames are asked for that. Where a merge does not commute with cutting (a transposition,
-tensors of other shapes joined), the parameter is read whole, and `finish` cuts it afterwards.
+ends in, so the loader's own renames are asked for that. Where a merge does not commute with cutting (tensors of other
+shapes joined, say), the parameter is read whole, and `finish` cuts it afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from mmserve.parallel.shares import Share
 
-__all__ = ["Reader", "Stored", "finish"]
+__all__ = ["Reader", "Stored", "before_transposition", "finish"]
 
 _COMMUTING = ("MergeModulelist", "Concatenate")
 """Merges that cutting commutes with: lists of experts stacked, gates and ups joined."""
@@ -126,12 +126,30 @@ class Reader:
         size = shape[share.dim] if len(shape) >= -share.dim else None
         if target.converter is None:
             return share if size == share.size else None
+        if [type(step).__name__ for step in target.converter.operations] == ["Transpose"]:
+            return before_transposition(target.converter.operations[0], shape, self._whole[target.name], share)
         if any(type(step).__name__ not in _COMMUTING for step in target.converter.operations):
             return None
         if len(target.converter.target_patterns) != 1 or len(target.converter.source_patterns) not in (1, share.parts):
             return None
         own = share if len(target.converter.source_patterns) == 1 else share.of_part()
         return own if size == own.size else None
+
+
+def before_transposition(step: Any, stored: tuple[int, ...], whole: Sequence[int], share: Share) -> Share | None:
+    """What to read of a tensor that is transposed to the parameter of shape `whole`; None: all of it.
+
+    Some transpositions look at the shape of what was read and leave it if it is the parameter's already. Where the cut
+    has that shape only because it was cut, they would go wrong, and the whole is read.
+    """
+    if step.check_dims and stored == tuple(whole):
+        return share
+    swap = {step.dim0: step.dim1, step.dim1: step.dim0}
+    axis = len(whole) + share.dim
+    if stored != tuple(whole[swap.get(i, i)] for i in range(len(whole))):
+        return None
+    own = replace(share, dim=swap.get(axis, axis) - len(whole))
+    return None if step.check_dims and own.shape(stored) == share.shape(whole) else own
 
 
 def finish(model: Any, late: Mapping[str, Share]) -> None:

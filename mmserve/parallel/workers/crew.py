@@ -25,12 +25,19 @@ _PATIENCE = 5.0
 
 @dataclass(slots=True)
 class Member:
-    """One worker. process: None for one on another host, which ends when its connection does."""
+    """One worker.
+
+    Attributes:
+        process: None for one that a launcher started, which ends when its connection does.
+        host, local_rank: Of one that a launcher started.
+    """
 
     rank: int
     connection: Connection
     process: subprocess.Popen[bytes] | None
     where: str = ""
+    host: str = ""
+    local_rank: int | None = None
 
     def __str__(self) -> str:
         return f"the worker of rank {self.rank}" + (f" ({self.where})" if self.where else "")

@@ -10,9 +10,11 @@ A step with two stages of two ranks; the driver is rank 0, tokens are chosen on 
 
 from __future__ import annotations
 
-from collections import deque
+import socket
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +22,14 @@ import torch
 from mmserve.engine.batch import NewRequest, ScheduledBatch, StepOutput
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import SchedulerLimits
+from mmserve.engine.sizing import cache_bytes
 from mmserve.errors import ConfigError, RequestError, UnsupportedModelError, WorkerError
+from mmserve.model.fingerprint import fingerprint
 from mmserve.model.interface import CacheSpec
 from mmserve.parallel.layout import Layout
 from mmserve.parallel.rank import RankShape
 from mmserve.parallel.workers.crew import Crew, Member, start_local
+from mmserve.parallel.workers.launch import Launch, gather
 from mmserve.parallel.workers.meet import host_store, meet
 from mmserve.parallel.workers.wire import Ready, Result, Setup, Start, Step
 
@@ -42,15 +47,18 @@ class Team:
         rank: What the driver itself has.
         store: Where they met; kept alive as long as they are.
         timeout: Seconds of silence after which a rank counts as lost.
+        sharers: Ranks that share the memory of one host or device, at most.
     """
 
-    def __init__(self, layout: Layout, crew: Crew, rank: RankShape, store: Any, timeout: float) -> None:
+    def __init__(self, layout: Layout, crew: Crew, rank: RankShape, store: Any, timeout: float, sharers: int) -> None:
         self.layout = layout
         self.rank = rank
         self._crew = crew
         self._store = store
         self._timeout = timeout
-        self._ranks: list[Mapping[str, Any]] = []
+        self.sharers = sharers
+        self._ranks: list[Ready] = []
+        self._limits: SchedulerLimits | None = None
 
     @property
     def samples_here(self) -> bool:
@@ -74,16 +82,21 @@ class Team:
                     f"{member}, whose heads are others: give another tensor_parallel"
                 )
             most = max(most, ready.cache, key=CacheSpec.slot_bytes)
-            self._ranks.append(ready.about)
+            self._ranks.append(ready)
         return most
 
     def describe(self) -> list[dict[str, Any]]:
         """What each worker holds; JSON-friendly."""
-        kept = ("parallel", "device", "parameters", "path", "replacements")
-        return [{name: about[name] for name in kept if name in about} for about in self._ranks]
+        kept = ("parallel", "device", "parameters", "weight_bytes", "path", "replacements")
+        found = [{name: ready.about[name] for name in kept if name in ready.about} for ready in self._ranks]
+        if self._limits is not None:
+            for entry, ready in zip(found, self._ranks, strict=True):
+                entry["cache_bytes"] = cache_bytes(self._limits.num_blocks, ready.cache, self._limits.block_size)
+        return found
 
     def run_with(self, runner: ModelRunner, limits: SchedulerLimits, unsampled: Sequence[int]) -> ParallelRunner:
         """Start the workers' runners; what runs a step on all ranks."""
+        self._limits = limits
         self._crew.tell(range(1, self.layout.size), Start(limits, tuple(unsampled)))
         return ParallelRunner(runner, self._crew, self.layout, self._timeout)
 
@@ -214,8 +227,9 @@ def start_team(
     plan: Mapping[str, str] | None,
     timeout: float,
     members: Sequence[Member] | None = None,
+    launch: Launch | None = None,
 ) -> Team:
-    """Start a worker for each further rank on this machine, and connect to all of them.
+    """Connect to a worker for each further rank: started here, on this machine, unless they are there already.
 
     Args:
         folder, dtype, device, attention_backend, block_size: As for `load_model`.
@@ -224,18 +238,26 @@ def start_team(
         plan: The caller's tensor-parallel plan.
         timeout: Seconds of silence after which a rank counts as lost.
         members: Workers that are there already, and wait for another engine after this one.
+        launch: Of this process, rank 0, if a launcher started all ranks; they end with the engine.
 
     Raises:
-        ConfigError: There are fewer CUDA devices than ranks.
+        ConfigError: There are fewer CUDA devices than ranks, or this launch has had its engine.
         WorkerError: A worker did not come up.
     """
-    devices = rank_devices(layout, device)
-    crew = Crew(start_local(layout.size - 1) if members is None else members, keep=members is not None)
-    try:
-        store = host_store(_HOST, timeout)
+    keep, host, files, share = members is not None, _HOST, {}, None
+    if launch is not None:
+        files = fingerprint(Path(folder), allow_pickled=allow_pickled_weights)
+        members, host = gather(launch, timeout)
+        devices = [str(device), *(_own_device(member, device) for member in members)]
+    else:
+        devices = rank_devices(layout, device)
         share = max(1, torch.get_num_threads() // layout.size)
+    crew = Crew(start_local(layout.size - 1) if members is None else members, keep=keep)
+    try:
+        store = host_store(host, timeout)
         common: dict[str, Any] = {
-            "layout": layout, "host": _HOST, "port": store.port, "name": "engine", "folder": folder, "dtype": dtype,
+            "layout": layout, "host": host, "files": files, "port": store.port, "name": "engine",
+            "folder": folder, "dtype": dtype,
             "attention_backend": attention_backend, "block_size": block_size, "replace": replace,
             "trust_remote_code": trust_remote_code, "allow_pickled_weights": allow_pickled_weights,
             "ignore_weights": tuple(ignore_weights),
@@ -244,13 +266,34 @@ def start_team(
         crew.greet((Setup(rank=rank, device=devices[rank], **common) for rank in range(1, layout.size)), timeout)
         place = layout.place(0)
         try:
-            groups = meet(store, "engine", place, torch.device(devices[0]), _HOST, timeout)
+            groups = meet(store, "engine", place, torch.device(devices[0]), host, timeout)
         except RuntimeError as error:
             crew.explain(error)
     except BaseException:
         crew.kill()
         raise
-    return Team(layout, crew, RankShape(place, groups.tensor, groups.pipeline, plan), store, timeout)
+    sharers = 1 if device.type == "cuda" else _most_on_a_host(layout.size, members if launch is not None else None)
+    return Team(layout, crew, RankShape(place, groups.tensor, groups.pipeline, plan), store, timeout, sharers)
+
+
+def _most_on_a_host(size: int, members: Sequence[Member] | None) -> int:
+    """Ranks of the fullest host, the driver among them; without `members`, all are on this one."""
+    if members is None:
+        return size
+    return max(Counter([socket.gethostname(), *(member.host for member in members)]).values())
+
+
+def _own_device(member: Member, device: torch.device) -> str:
+    """Of a rank that a launcher started.
+
+    Raises:
+        ConfigError: The launcher does not say which device is its.
+    """
+    if device.type != "cuda":
+        return str(device)
+    if member.local_rank is None:
+        raise ConfigError(f"which CUDA device {member} takes is said by LOCAL_RANK, which is not in its environment")
+    return f"cuda:{member.local_rank}"
 
 
 def rank_devices(layout: Layout, device: torch.device) -> list[str]:

@@ -1,6 +1,7 @@
 """What the driver and its workers say to each other, and how it is put on the wire.
 
 driver                                         worker of rank r
+                                         <-    Arrival    of one that a launcher started: who it is
 Setup      folder, dtype, place, store   ->
                                          <-    Hello      up, and ready to meet the others
            (all load their parts, meeting in their groups)
@@ -31,6 +32,7 @@ from mmserve.model.interface import CacheSpec
 from mmserve.parallel.layout import Layout
 
 __all__ = [
+    "Arrival",
     "Hello",
     "Leave",
     "Left",
@@ -55,11 +57,13 @@ class Setup:
     Attributes:
         layout: Of all ranks. rank: The worker's own.
         host, port: Of the store where ranks meet. name: Of this engine in it.
-        folder, dtype, device, attention_backend, block_size: As for `load_model`.
+        folder, dtype, device, attention_backend, block_size: As for `load_model`; a rank that a launcher started has a
+            folder of its own.
         replace, trust_remote_code, allow_pickled_weights, ignore_weights: As for `load_model`.
         plan: The caller's tensor-parallel plan.
         timeout: Seconds of silence after which a rank counts as lost.
-        threads: Of torch on the CPU.
+        threads: Of torch on the CPU; None: as many as the process has.
+        files: What a folder of the worker's own must hold: see `mmserve.model.fingerprint`.
     """
 
     layout: Layout
@@ -78,7 +82,18 @@ class Setup:
     ignore_weights: tuple[str, ...]
     plan: Mapping[str, str] | None
     timeout: float
-    threads: int
+    threads: int | None
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A rank that a launcher started. local_rank: Among those of its host, if the launcher says."""
+
+    rank: int
+    local_rank: int | None
+    process_id: int
+    host: str
 
 
 @dataclass(frozen=True, slots=True)

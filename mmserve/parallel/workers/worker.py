@@ -30,14 +30,19 @@ __all__ = ["main", "serve"]
 _WATCH_SECONDS = 1.0
 
 
-def serve(connection: Connection) -> int:
-    """Answer the driver at the other end of `connection` until it is done; the exit status."""
+def serve(connection: Connection, folder: Path | None = None) -> int:
+    """Answer the driver at the other end of `connection` until it is done; the exit status.
+
+    Args:
+        connection: To the driver.
+        folder: The model as this host has it; None: where the driver has it.
+    """
     from mmserve.parallel.workers.wire import Hello, Left, Lost, Setup, receive, send
 
     try:
         while isinstance(setup := receive(connection), Setup):
             send(connection, Hello(os.getpid(), socket.gethostname()))
-            if not _work(connection, setup):
+            if not _work(connection, setup, folder):
                 break
             send(connection, Left())
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -52,7 +57,7 @@ def serve(connection: Connection) -> int:
     return 0
 
 
-def _work(connection: Connection, setup: Setup) -> bool:
+def _work(connection: Connection, setup: Setup, folder: Path | None) -> bool:
     """Be one rank of one engine; whether another engine may come."""
     import torch
 
@@ -62,13 +67,16 @@ def _work(connection: Connection, setup: Setup) -> bool:
     from mmserve.parallel.workers.meet import join_store, meet
     from mmserve.parallel.workers.wire import Leave, Ready, Start, receive, send
 
-    torch.set_num_threads(setup.threads)
+    if setup.threads is not None:
+        torch.set_num_threads(setup.threads)
+    if folder is not None:
+        _check_same(folder, setup)
     place = setup.layout.place(setup.rank)
     device = torch.device(setup.device)
     store = join_store(setup.host, setup.port, setup.timeout)
     groups = meet(store, setup.name, place, device, setup.host, setup.timeout)
     model = load_model(
-        Path(setup.folder),
+        folder or Path(setup.folder),
         dtype=setup.dtype,
         device=device,
         attention_backend=setup.attention_backend,
@@ -97,6 +105,18 @@ def _work(connection: Connection, setup: Setup) -> bool:
         encodes=place.is_first,
     )
     return _run_steps(connection, runner, place)
+
+
+def _check_same(folder: Path, setup: Setup) -> None:
+    from mmserve.errors import WeightsError
+    from mmserve.model.fingerprint import differences, fingerprint
+
+    own = fingerprint(folder, allow_pickled=setup.allow_pickled_weights)
+    if different := differences(own, setup.files):
+        raise WeightsError(
+            f"rank {setup.rank} has another model in {str(folder)!r} on {socket.gethostname()} than rank 0 has in "
+            f"{setup.folder!r}: {', '.join(different[:4])} differ; copy one to all hosts"
+        )
 
 
 def _run_steps(connection: Connection, runner: ModelRunner, place: Place) -> bool:

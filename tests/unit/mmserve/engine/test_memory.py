@@ -47,6 +47,17 @@ def test_describe_says_where_the_size_comes_from() -> None:
     assert plan.kv_cache == min(2**30, device_memory(CPU) // 4)
 
 
+def test_ranks_that_share_a_memory_share_the_default_and_the_bound() -> None:
+    total = device_memory(CPU)
+    plan = plan_memory(EngineConfig(), MockModel(), CPU, None, 64)
+    assert plan.kv_cache == min(2**30, total // 256)
+    assert plan.rule == "default: 1 GiB, at most a quarter of the memory for the 64 ranks that share it"
+    config = EngineConfig(kv_cache_memory=total // 2)
+    assert plan_memory(config, MockModel(), CPU, None, 2).kv_cache == total // 2
+    with pytest.raises(ConfigError, match=r"\(kv_cache_memory\) in each of 3 ranks is more than"):
+        plan_memory(config, MockModel(), CPU, None, 3)
+
+
 def test_the_size_is_given_once() -> None:
     with pytest.raises(ConfigError, match="one of these, not by num_blocks and memory_budget"):
         EngineConfig(num_blocks=5, memory_budget=10**9)

@@ -22,13 +22,15 @@ from transformers.activations import ACT2FN
 from mmserve.attention.interface import AttentionMetadata, AttentionSpec, LayerCache
 from mmserve.attention.native import NativeBackend
 from mmserve.kernels.library import status
-from mmserve.kernels.linear import FewRowLinear
+from mmserve.kernels.linear import FewRowLinear, weight_product
 from mmserve.model import text_attention
 from mmserve.model.replace import replace_layers
 from mmserve.model.replace_decoder import replace_decoder_layers
 from mmserve.model.replace_stack import replace_stack
 from mmserve.model.replace_tower import NAME, encoder_attention, replace_tower
 from mmserve.model.text_attention import LayerBinding, PagedStep
+from mmserve.parallel.group import Group
+from mmserve.parallel.layers import RowLinear
 
 pytestmark = pytest.mark.skipif(not status().native, reason=f"no compiled kernels: {status().reason}")
 
@@ -314,3 +316,18 @@ def test_everything_at_once_and_what_is_said_of_it() -> None:
     assert isinstance(model.lm_head, FewRowLinear)
     assert isinstance(model.model.vision_model.encoder.layers[0].mlp.activation_fn, nn.Module)
     assert type(ACT2FN["gelu_pytorch_tanh"]).__name__ == "GELUTanh"
+
+
+def test_a_rank_s_part_of_a_layer_takes_the_kernels_product_and_keeps_its_exchange() -> None:
+    model = vision_model()
+    text_attention.register()
+    text_attention.route(model, text_attention.NAME)
+    specs = specs_of(model)
+    head = model.lm_head
+    x = torch.randn(3, head.in_features)
+    expected = head(x)
+    RowLinear.become(head, Group(None, 0, 1), None)
+    replace_layers(model, specs, frozenset(specs))
+    assert type(head) is RowLinear
+    assert head.product is weight_product
+    torch.testing.assert_close(head(x), expected)

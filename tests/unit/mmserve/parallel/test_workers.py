@@ -88,6 +88,9 @@ def test_two_engines_at_once_and_a_worker_killed_in_one(folder: Path, members: l
         handles = [engine.submit(PROMPT, SamplingParams(max_tokens=8)) for engine in (one, other)]
         first, second = (handle.result(TIMEOUT) for handle in handles)
         assert first.token_ids == second.token_ids
+        (worker,) = one.describe()["workers"]
+        assert worker["weight_bytes"] == 4 * worker["parameters"]  # float32
+        assert worker["cache_bytes"] > 0
         running = one.submit(PROMPT, long)
         next(iter(running))
         victim = members[0].process
