@@ -22,6 +22,7 @@ from mmserve.model.image_rows import ImageEncoder
 from mmserve.model.interface import CacheSpec, ImageRows, LayerCacheSpec, PackedBatch, PromptPlan
 from mmserve.model.positions import find_rope_index, mrope_positions, plain_positions
 from mmserve.model.spans import SpanRule
+from mmserve.model.spread_encoding import SpreadEncoder
 from mmserve.model.stage import StageLink
 from mmserve.model.text_attention import LayerBinding, PagedStep
 from mmserve.model.text_inputs import find_text_inputs
@@ -83,7 +84,7 @@ class PagedModel:
         self,
         model: Any,
         layers: Sequence[PagedLayer],
-        encoder: ImageEncoder | None,
+        encoder: ImageEncoder | SpreadEncoder | None,
         span_rule: SpanRule,
         *,
         vocab_size: int,
