@@ -221,6 +221,7 @@ def _paged_model(loaded: LoadedModel, profile: AttentionProfile, wish: _Wish) ->
     text_attention.open_door(model)
     replaced = _replace(model, layers, wish)
     paged = _assemble(loaded, layers, profile.span_rule, replaced, stage)
+    paged.share_cache_groups()
     check_agreement(paged, expected, wish.block_size, dtype)
     if wish.replace and stage is None:
         # On ranks that share layers all see the same bits, and decide alike.
