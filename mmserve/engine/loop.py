@@ -187,6 +187,10 @@ class EngineLoop:
             self._begun.append((batch, began))
             if len(self._begun) < self._runner.depth and self._scheduler.has_idle():
                 return
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Wait for the oldest step that has begun, and hand out what came of it."""
         batch, began = self._begun.popleft()
         output = self._runner.end()
         self._scheduler.update(batch, output)
@@ -208,6 +212,9 @@ class EngineLoop:
         return True
 
     def _begin(self, submission: Submission) -> None:
+        # An id may have been used before, by a request that was given up in a step whose tokens are still to come.
+        while self._begun and any(map(self._scheduler.in_flight, submission.ticket.answers)):
+            self._end_step()
         self._tickets |= dict.fromkeys(submission.ticket.answers, submission.ticket)
         for request, arrival in submission.requests:
             self._scheduler.add(request, arrival)

@@ -33,6 +33,7 @@ from mmserve.engine.packing import BlockTables, SequenceRecord, pack
 from mmserve.engine.sampler import Sampler, describe_tokens
 from mmserve.errors import ModelOutputError, RequestError
 from mmserve.model.interface import ImageRows, Model
+from mmserve.parallel.group import ExchangeError
 from processors.types import ImageItem
 
 __all__ = ["ModelRunner"]
@@ -255,6 +256,8 @@ class ModelRunner:
         """`model.encode`; if it raises for a batch, each image by itself, so that only the culprit fails."""
         try:
             return self._model.encode(items)
+        except ExchangeError:  # a rank is gone: no image's fault
+            raise
         except Exception as error:  # noqa: BLE001 - the border of a request's blast radius
             if len(items) == 1:
                 return [error]

@@ -117,6 +117,10 @@ class Scheduler:
         """Whether a request could be in a step and is in none."""
         return bool(self._waiting) or any(request.request_id not in self._in_flight for request in self._running)
 
+    def in_flight(self, request_id: str) -> bool:
+        """Whether a step that has begun and not ended computes for the request, even if it was given up since."""
+        return request_id in self._in_flight
+
     def get(self, request_id: str) -> Request | None:
         """The request, unless it is finished or unknown."""
         return self._requests.get(request_id)
@@ -152,8 +156,9 @@ class Scheduler:
         Raises:
             RuntimeError: With the first contradiction found.
         """
-        self.blocks.check_integrity(self._requests.values())
-        self.images.check_integrity(self._requests.values())
+        holders = [*self._requests.values(), *self._given_up()]
+        self.blocks.check_integrity(holders)
+        self.images.check_integrity(holders)
         if sorted(map(id, self._requests.values())) != sorted(map(id, (*self._waiting, *self._running))):
             raise RuntimeError("a request is in no line, or in two")
 
@@ -168,6 +173,9 @@ class Scheduler:
     def finish(self, request_id: str, *, poisoned: bool = False) -> None:
         """Forget a request, wherever it is; its blocks and images are free for others.
 
+        What is in a step that has begun holds what it has until the step has ended, for other ranks are still to hear
+        of its token.
+
         Args:
             request_id: Whose; unknown ids are ignored.
             poisoned: Its keys and values are not to be trusted: nobody may find them.
@@ -179,11 +187,9 @@ class Scheduler:
         (self._running if request.state is RequestState.RUNNING else self._waiting).remove(request)
         if poisoned:
             self.blocks.disown(request)
-        self._release(request)
         request.state = RequestState.FINISHED
-        if request.started:
-            self._finished.append(request_id)
-        self._blocked_until = 0
+        if self._in_flight.get(request_id) is not request:
+            self._let_go(request)
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -202,7 +208,7 @@ class Scheduler:
             if request.state is RequestState.RUNNING and len(step.chunks) < share:
                 self._continue(request, step)
         # Newcomers would take the budgets that a stuck request is waiting for.
-        seats = self.limits.max_num_seqs - sum(request.num_seats for request in self._running)
+        seats = self.limits.max_num_seqs - sum(request.num_seats for request in (*self._running, *self._given_up()))
         while self._waiting and not step.stuck and step.tokens_left > 0:
             request = self._waiting[-1]
             if request.num_seats > seats or not self._start(request, step):
@@ -235,6 +241,7 @@ class Scheduler:
             if request.state is RequestState.FINISHED:
                 # Given up while the step ran: forks that began with it are nobody's.
                 self._finished += [fork for fork in request.forks if chunk.forks and fork in output.sampled]
+                self._let_go(request)
                 continue
             if chunk.request_id in output.failed:
                 continue
@@ -282,7 +289,7 @@ class Scheduler:
             return False
         # Room for everyone who runs to grow by a block, or the newcomer would be preempted at once.
         needed = self.blocks.cost(request, hits, stop) + len(self._running) * len(self.limits.groups)
-        if self._running and needed > available:
+        if (self._running or self._in_flight) and needed > available:
             self._blocked_until = needed
             return False
         self._waiting.pop()
@@ -362,6 +369,17 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         request.state = RequestState.WAITING
         insort(self._waiting, request, key=lambda r: tuple(-place for place in r.order))
+        self._blocked_until = 0
+
+    def _given_up(self) -> list[Request]:
+        """Requests that are over, in steps that are not."""
+        return [request for request in self._in_flight.values() if request.state is RequestState.FINISHED]
+
+    def _let_go(self, request: Request) -> None:
+        """A request is over, and in no step any more."""
+        self._release(request)
+        if request.started:
+            self._finished.append(request.request_id)
         self._blocked_until = 0
 
     def _release(self, request: Request) -> None:

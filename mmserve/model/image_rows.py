@@ -13,6 +13,7 @@ from torch import nn
 
 from mmserve.errors import InputError, ModelOutputError, RequestError
 from mmserve.model.interface import ImageRows
+from mmserve.parallel.group import ExchangeError
 from processors.features import ImageFeatures
 from processors.types import ImageItem
 
@@ -90,6 +91,8 @@ class ImageEncoder:
             raise InputError(f"the model takes no image tensors called {', '.join(sorted(unknown))}")
         try:
             output = self.features(**tensors, return_dict=True)
+        except ExchangeError:  # a rank is gone: no image's fault
+            raise
         except Exception as error:  # the model's own code: whatever it raises is this image's failure
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
             raise ModelOutputError(f"the vision tower failed on an image of {shapes}: {error}") from error

@@ -65,17 +65,23 @@ class CacheSpec:
 
     Attributes:
         kept_elsewhere: Bytes a token that the model keeps outside of these layers: they count where blocks are counted.
+        windows: Of the cache groups, where these layers are a part of a model's and all parts go by the same block
+            tables; None: these are all layers, and they say which groups there are.
     """
 
     layers: tuple[LayerCacheSpec, ...]
     dtype: torch.dtype
     kept_elsewhere: int = 0
+    windows: tuple[int | None, ...] | None = None
 
     def layout(self) -> CacheLayout:
         """Layers by window, in groups of equally many: as many as the rarest kind has, but at most MOST_GROUPS groups.
 
         If layers differ in shape, they can not take each other's place: all are one group, which gives nothing back.
+        Where the groups are given by `windows`, each kind's layers are dealt evenly to the groups of their window.
         """
+        if self.windows is not None:
+            return self._dealt_to(self.windows)
         if len({replace(layer, window=None) for layer in self.layers}) > 1:
             return CacheLayout((None,), tuple((0, slot) for slot in range(len(self.layers))), len(self.layers))
         kinds: dict[int | None, list[int]] = {}
@@ -92,6 +98,18 @@ class CacheSpec:
                 places.update({layer: (len(windows), slot) for slot, layer in enumerate(members)})
                 windows.append(window)
         return CacheLayout(tuple(windows), tuple(places[number] for number in range(len(self.layers))), num_slots)
+
+    def _dealt_to(self, windows: tuple[int | None, ...]) -> CacheLayout:
+        groups: dict[int | None, list[int]] = {}
+        for group, window in enumerate(windows):
+            groups.setdefault(window, []).append(group)
+        places: dict[int, tuple[int, int]] = {}
+        for window, own in groups.items():
+            kind = [i for i, layer in enumerate(self.layers) if layer.window == window or windows == (None,)]
+            each = -(-len(kind) // len(own))
+            places.update({layer: (own[at // each], at % each) for at, layer in enumerate(kind)})
+        num_slots = max((slot + 1 for _, slot in places.values()), default=0)
+        return CacheLayout(windows, tuple(places[number] for number in range(len(self.layers))), num_slots)
 
     def bytes_per_token(self) -> int:
         """Bytes that one token takes: over all layers, and elsewhere."""

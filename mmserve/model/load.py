@@ -30,6 +30,7 @@ from mmserve.model.proven import PROVEN
 from mmserve.model.refused import REFUSED
 from mmserve.model.selfcheck import check_agreement, check_generates, plain_logits
 from mmserve.model.spans import SpanRule
+from mmserve.model.spread_encoding import SpreadEncoder
 from mmserve.model.stage import StageLink
 from mmserve.model.versions import LOADING, PACKED, require
 from mmserve.parallel.rank import RankShape
@@ -227,6 +228,7 @@ def _paged_model(loaded: LoadedModel, profile: AttentionProfile, wish: _Wish) ->
     text_attention.open_door(model)
     replaced = _replace(model, layers, wish)
     paged = _assemble(loaded, layers, profile.span_rule, replaced, stage)
+    paged.share_cache_groups()
     trial = check_agreement(paged, expected, wish.block_size, dtype)
     if wish.replace and stage is None:
         # On ranks that share layers all see the same bits, and decide alike.
@@ -273,13 +275,10 @@ def _assemble(
     replaced: Sequence[Replacement],
     stage: StageLink | None,
 ) -> PagedModel:
-    features = find_image_features(loaded.model)
-    embeddings = loaded.model.get_input_embeddings().weight
-    layered = deepstack_layers(loaded.model.config)
     return PagedModel(
         loaded.model,
         layers,
-        ImageEncoder(features, embeddings.shape[1], embeddings.dtype, loaded.device, layered) if features else None,
+        _image_encoder(loaded),
         rule,
         vocab_size=loaded.vocab_size,
         forbidden_token_ids=loaded.forbidden_token_ids,
@@ -293,6 +292,18 @@ def _assemble(
             replacements=[each.describe() for each in replaced],
         ),
     )
+
+
+def _image_encoder(loaded: LoadedModel) -> ImageEncoder | SpreadEncoder | None:
+    """Over the ranks of the first stage that share its layers; None for a model that takes no images."""
+    features = find_image_features(loaded.model)
+    if features is None:
+        return None
+    table = loaded.model.get_input_embeddings().weight
+    layered = deepstack_layers(loaded.model.config)
+    encoder = ImageEncoder(features, table.shape[1], table.dtype, loaded.device, layered)
+    rank = loaded.rank
+    return encoder if rank is None or rank.tensor.size == 1 else SpreadEncoder(encoder, rank.tensor)
 
 
 def _about_layer(index: int, layer: PagedLayer) -> Mapping[str, object]:

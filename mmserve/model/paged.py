@@ -22,6 +22,7 @@ from mmserve.model.image_rows import ImageEncoder
 from mmserve.model.interface import CacheSpec, ImageRows, LayerCacheSpec, PackedBatch, PromptPlan
 from mmserve.model.positions import find_rope_index, mrope_positions, plain_positions
 from mmserve.model.spans import SpanRule
+from mmserve.model.spread_encoding import SpreadEncoder
 from mmserve.model.stage import StageLink
 from mmserve.model.text_attention import LayerBinding, PagedStep
 from mmserve.model.text_inputs import find_text_inputs
@@ -83,7 +84,7 @@ class PagedModel:
         self,
         model: Any,
         layers: Sequence[PagedLayer],
-        encoder: ImageEncoder | None,
+        encoder: ImageEncoder | SpreadEncoder | None,
         span_rule: SpanRule,
         *,
         vocab_size: int,
@@ -101,6 +102,7 @@ class PagedModel:
         self._span_rule = span_rule
         self._about = about
         self._stage = stage
+        self._windows: tuple[int | None, ...] | None = None
         self._embed_tokens: Any = self._model.get_input_embeddings()
         # Of a table that is dealt to ranks, the weight is a part.
         self._num_embeddings: int = getattr(self._embed_tokens, "num_embeddings", self._embed_tokens.weight.shape[0])
@@ -122,7 +124,13 @@ class PagedModel:
         return CacheSpec(
             layers=tuple(shapes[index] for index in sorted(shapes)),
             dtype=self._embed_tokens.weight.dtype,
+            windows=self._windows,
         )
+
+    def share_cache_groups(self) -> None:
+        """On a pipeline stage, once, before a cache is bound: agree with the others on the groups of blocks."""
+        if self._stage is not None:
+            self._windows = self._stage.agree(self.cache_spec()).windows
 
     def bind_cache(self, caches: Sequence[LayerCache]) -> None:
         """Take the cache tensors, one per entry of `cache_spec().layers`, before the first forward."""
@@ -227,8 +235,6 @@ class PagedModel:
 
     def _reach(self, spec: AttentionSpec) -> int | None:
         """How many keys back a layer looks, itself included; None: as far as there are any."""
-        if self._stage is not None:
-            return None  # a stage has some of the layers alone, and all stages must have the same groups of blocks
         # A query sees keys of its own chunk only, so no more than a chunk back; a both-way span lies within a step.
         limits = [limit for limit in (spec.window, spec.chunk) if limit is not None]
         reach = min(limits, default=None)

@@ -3,21 +3,24 @@
 What passes between two stages in a step, over the group of their column::
 
     rows [1, T, W]   what enters the next stage's first layer
-    count            of the DeepStack layers that the next stages still add; only if images are placed in this step
-    extra [L, n, W]  their rows
+    kind, count      of the image rows that later stages still add; only if images are placed in this step
+    layers [count]   before or after which they are added, as the family has it
+    extra [count, n, W]
+
+When all have loaded, they tell each other once what their layers keep, for all go by the same block tables.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from mmserve.errors import UnsupportedModelError
-from mmserve.model.interface import PackedBatch
+from mmserve.model.interface import CacheSpec, LayerCacheSpec, PackedBatch
 from mmserve.parallel.group import Group
 from mmserve.parallel.rank import RankShape
 from mmserve.parallel.stages import HandedOver, LayerRange
@@ -26,8 +29,12 @@ __all__ = ["StageLink"]
 
 _MOST_UNSENT = 4
 """Sends whose other side is still busy, before this one waits for it."""
-_EXTRA = "deepstack_visual_embeds"
-_MASK = "visual_pos_masks"
+_AFTER, _AFTER_MASK = "deepstack_visual_embeds", "visual_pos_masks"
+"""A list: rows that are added after the first layers, one entry a layer (Qwen3-VL)."""
+_BEFORE, _BEFORE_MASK = "deepstack_features", "vision_mask"
+"""By number: rows that are added before some layers (Granite 4 Vision)."""
+_NONE = -1
+"""In place of a window, for a layer that sees all keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +137,41 @@ class StageLink:
         return self._pipeline.receive(empty, self._pipeline.rank - 1)
 
     def _send_extra(self, inputs: Mapping[str, Any]) -> None:
-        """DeepStack rows of layers that are still to come."""
-        rows = list(inputs.get(_EXTRA, ()))[self._layers.stop :]
-        self._send(torch.tensor([len(rows)], dtype=torch.int64, device=self._device))
+        """Image rows of layers that are still to come."""
+        stop = self._layers.stop
+        if _BEFORE in inputs:  # those before layer `stop` were added on the way to its placeholder
+            rows = {layer: extra for layer, extra in sorted(inputs[_BEFORE].items()) if layer > stop}
+        else:
+            rows = dict(list(enumerate(inputs.get(_AFTER, ())))[stop:])
+        self._send(torch.tensor([_BEFORE in inputs, len(rows)], dtype=torch.int64, device=self._device))
         if rows:
-            self._send(torch.stack(rows))
+            self._send(torch.tensor(list(rows), dtype=torch.int64, device=self._device))
+            self._send(torch.stack([extra.to(self._dtype) for extra in rows.values()]))
 
     def _receive_extra(self, batch: PackedBatch) -> Mapping[str, Any]:
-        count = int(self._receive(1, dtype=torch.int64))
+        before, count = self._receive(2, dtype=torch.int64).tolist()
         if not count:
             return {}
+        layers = self._receive(count, dtype=torch.int64).tolist()
         targets = torch.cat([placement.targets for placement in batch.placements])
         rows = self._receive(count, targets.shape[0], self._width)
         mask = torch.zeros(1, batch.token_ids.shape[0], dtype=torch.bool, device=self._device)
         mask[0, targets] = True
-        passed = [torch.zeros_like(rows[0])] * self._layers.start
-        return {_MASK: mask, _EXTRA: [*passed, *rows]}
+        if before:
+            return {_BEFORE_MASK: mask[..., None], _BEFORE: dict(zip(layers, rows, strict=True))}
+        passed = [torch.zeros_like(rows[0])] * layers[0]
+        return {_AFTER_MASK: mask, _AFTER: [*passed, *rows]}
+
+    def agree(self, own: CacheSpec) -> CacheSpec:
+        """This stage's cache, in the groups that all stages' layers together make; all stages call it."""
+        kinds = [[layer.num_kv_heads, layer.head_size, layer.value_size, layer.window or _NONE] for layer in own.layers]
+        counts = torch.cat(self._pipeline.all_gather(torch.tensor([len(kinds)], device=self._device))).tolist()
+        table = torch.zeros(max(counts), 4, dtype=torch.int64, device=self._device)
+        table[: len(kinds)] = torch.tensor(kinds, dtype=torch.int64, device=self._device)
+        parts = zip(self._pipeline.all_gather(table), counts, strict=True)
+        layers = tuple(
+            LayerCacheSpec(heads, key, value, None if window == _NONE else window)
+            for part, count in parts
+            for heads, key, value, window in part[:count].tolist()
+        )
+        return replace(own, windows=CacheSpec(layers, own.dtype).layout().windows)

@@ -7,7 +7,8 @@ A group is an object, not torch's global default group: a process may hold sever
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from mmserve.errors import ConfigError
 
-__all__ = ["ExchangeError", "Group", "Traffic", "make_group"]
+__all__ = ["ExchangeError", "Group", "Refusal", "Traffic", "make_group"]
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -33,6 +34,14 @@ class Traffic:
         """Count one exchange in which `share` times the tensor's bytes leave this rank."""
         self.calls += 1
         self.sent_bytes += round(tensor.numel() * tensor.element_size() * share)
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Why ranks must not exchange anything for a while, and how often it was tried."""
+
+    reason: str
+    count: int = 0
 
 
 class ExchangeError(RuntimeError):
@@ -56,11 +65,13 @@ class Group:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
+        self._refusal: Refusal | None = None
         self._group = process_group
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, bit-equal on all of them; in place, unless the tensor is not contiguous."""
         if self.size > 1:
+            self._check_allowed()
             tensor = tensor.contiguous()
             self.traffic.add(tensor, 2 * (self.size - 1) / self.size)
             _finish(lambda: self._group.allreduce([tensor]))
@@ -71,6 +82,7 @@ class Group:
         tensor = tensor.contiguous()
         if self.size == 1:
             return [tensor]
+        self._check_allowed()
         self.traffic.add(tensor, self.size - 1)
         found = [torch.empty_like(tensor) for _ in range(self.size)]
         _finish(lambda: self._group.allgather([found], [tensor]))
@@ -79,12 +91,30 @@ class Group:
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """The source's tensor, in place; returns `tensor`."""
         if self.size > 1:
+            self._check_allowed()
             options = dist.BroadcastOptions()
             options.rootRank = source
             if self.rank == source:
                 self.traffic.add(tensor, self.size - 1)
             _finish(lambda: self._group.broadcast([tensor], options))
         return tensor
+
+    @contextmanager
+    def refuse(self, reason: str) -> Iterator[Refusal]:
+        """While ranks do different things: whoever begins an exchange gets a RuntimeError at once, and is counted.
+
+        Better an error on this rank than waiting for ranks that never come.
+        """
+        self._refusal = Refusal(reason)
+        try:
+            yield self._refusal
+        finally:
+            self._refusal = None
+
+    def _check_allowed(self) -> None:
+        if self._refusal is not None:
+            self._refusal.count += 1
+            raise RuntimeError(f"an exchange between ranks was begun while {self._refusal.reason}")
 
     def send(self, tensor: torch.Tensor, to: int) -> Any:
         """Begin to send; the tensor must stay as it is until the returned work was waited for."""

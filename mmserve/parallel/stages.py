@@ -170,15 +170,17 @@ def keep_stage(model: Any, place: Place) -> Leftovers:
 def _check_inputs(model: Any) -> None:
     """Raise UnsupportedModelError for a text model whose later layers read what no stage sends on."""
     decoder = model.get_decoder()
-    taken = inspect.signature(decoder.forward).parameters
-    reason = None
-    if getattr(decoder, "hidden_size_per_layer_input", 0) and "per_layer_inputs" in taken:
-        reason = "its layers take embeddings of their own, and read the caches of earlier ones"
-    elif "deepstack_features" in taken:
-        reason = "image rows come in before layers of given numbers"
-    if reason is not None:
+    reasons = []
+    takes = inspect.signature(decoder.forward).parameters
+    if getattr(decoder, "hidden_size_per_layer_input", 0) and "per_layer_inputs" in takes:
+        reasons.append("every layer takes an embedding of the ids that only the first stage has")
+    shared = getattr(decoder.config, "num_kv_shared_layers", 0)
+    if shared:
+        reasons.append(f"its last {shared} layers read the caches of earlier ones")
+    if reasons:
         raise UnsupportedModelError(
-            f"{type(model).__name__} can not be dealt to pipeline stages, for {reason}: take tensor_parallel instead"
+            f"{type(model).__name__} can not be dealt to pipeline stages, for {' and '.join(reasons)}: "
+            "take tensor_parallel instead"
         )
 
 

@@ -11,11 +11,12 @@ import pytest
 
 from fixtures.tiny_models.conformance import TOLERANCE, Case
 from fixtures.tiny_models.families import FAMILIES
-from fixtures.tiny_models.family import TinyFamily
+from fixtures.tiny_models.family import TinyFamily, build, make_prompt
 from fixtures.tiny_models.id_tokenizer import Numbers
 from fixtures.tiny_models.ranks import BLOCK_SIZE, parallel_engine, workers
 from mmserve.config import EngineConfig
 from mmserve.engine.core import Engine
+from mmserve.model import load_model
 from mmserve.parallel.layout import Layout
 from mmserve.parallel.workers.crew import Member
 from mmserve.types import GenerationOutput, SamplingParams
@@ -47,6 +48,9 @@ PIPELINE = {
     "qwen2_vl": {},
     "qwen3_vl": {},  # DeepStack rows go on to the second stage
     "muse_glimmer": {},
+    "gemma3": {},  # windows, over groups of blocks that stages agree on
+    # Image rows before layers of given numbers, on both stages.
+    "granite4_vision": {"": {"deepstack_layer_map": [[-1, 0], [-2, 3]], "downsample_rate": "1/2"}},
 }
 BOTH = {"llama-one-kv-head": {"num_key_value_heads": 1}, "qwen3_vl_moe": {}, "gemma3": {}}
 CASES = [
@@ -93,8 +97,10 @@ def test_ranks_together_answer_as_one(
     options = {"num_blocks": 32, "max_num_batched_tokens": 7, "max_num_seqs": 3}
     engine = Engine(case.model, Numbers(), EngineConfig(block_size=BLOCK_SIZE, **options), identity=name)
     expected = ask(engine, case.prompts)
+    groups = engine.limits.groups
     engine.close()
     with parallel_engine(tmp_path, layout, members, **options) as (engine, model):
+        assert engine.limits.groups == groups
         assert_same(ask(engine, case.prompts), expected)
         assert_same(ask(engine, case.prompts), expected)
         engine.check_integrity()
@@ -102,3 +108,29 @@ def test_ranks_together_answer_as_one(
         others = [worker["parameters"] for worker in engine.describe()["workers"]]
         assert len(others) == layout.size - 1
         assert all(parameters < whole for parameters in (own, *others))
+
+
+def test_stages_go_by_the_same_windows(members: list[Member], tmp_path: Path) -> None:
+    """Layers of every kind on both stages; what has left the window is given back, or the prompt would not fit."""
+    family = FAMILIES["gemma2"]
+    kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2
+    config = {**family.config, "num_hidden_layers": 8, "layer_types": kinds, "sliding_window": BLOCK_SIZE}
+    build(family := replace(family, config=config), tmp_path)
+    prompt, params = make_prompt(family, [100]), SamplingParams(max_tokens=6)
+    options = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
+    engine = Engine(
+        load_model(tmp_path, dtype="float32", device="cpu", block_size=BLOCK_SIZE),
+        Numbers(),
+        EngineConfig(num_blocks=32, **options),
+        identity="alone",
+    )
+    expected, groups = engine.submit(prompt, params).result(600).token_ids, engine.limits.groups
+    engine.close()
+    assert len(groups) == 4
+    del options["block_size"]
+    with parallel_engine(tmp_path, Layout(1, 2), members, num_blocks=5, **options) as (engine, model):
+        assert engine.limits.groups == groups
+        assert 0 < len(model.cache_spec().layers) < 8
+        assert model.cache_spec().layout().num_slots < 8 // 2
+        assert engine.submit(prompt, params).result(600).token_ids == expected
+        engine.check_integrity()

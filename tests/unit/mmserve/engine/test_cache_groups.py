@@ -239,3 +239,27 @@ def test_nan_that_moved_out_of_a_window_reaches_nobody(windows: tuple[int | None
             assert tight.submit(good, SamplingParams(max_tokens=9)).result(WAIT).token_ids == expected
     finally:
         tight.close()
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 6, 11])
+def test_parts_of_a_model_go_by_the_whole_one_s_groups(cut: int) -> None:
+    """Pipeline stages: each part's layers lie in groups of their own window, in as few slots as that takes."""
+    kinds = [None if number % 6 == 5 else 8 for number in range(12)]
+    layers = tuple(LayerCacheSpec(2, 4, 4, window) for window in kinds)
+    windows = CacheSpec(layers, torch.float32).layout().windows
+    assert windows == (None, 8, 8, 8, 8, 8)
+    for part in (layers[:cut], layers[cut:]):
+        layout = CacheSpec(part, torch.float32, windows=windows).layout()
+        assert layout.windows == windows
+        assert [windows[group] for group, _ in layout.places] == [layer.window for layer in part]
+        assert len(set(layout.places)) == len(part)
+        full = sum(layer.window is None for layer in part)
+        assert layout.num_slots == max(full, -(-(len(part) - full) // 5))
+
+
+def test_parts_of_layers_of_different_shapes_are_one_group() -> None:
+    layers = (LayerCacheSpec(2, 4, 4, 8), LayerCacheSpec(1, 4, 4, None))
+    windows = CacheSpec(layers, torch.float32).layout().windows
+    layout = CacheSpec(layers[:1], torch.float32, windows=windows).layout()
+    assert layout.windows == (None,)
+    assert layout.places == ((0, 0),)

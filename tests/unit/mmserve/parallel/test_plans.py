@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from mmserve.errors import ConfigError, EngineError, UnsupportedModelError
 from mmserve.parallel.group import Group
 from mmserve.parallel.layout import Layout
 from mmserve.parallel.plan import STYLES, pipeline_plan, tensor_plan
-from mmserve.parallel.stages import LayerRange, deal_layers, keep_stage
+from mmserve.parallel.stages import HandedOver, LayerRange, deal_layers, keep_stage
 from mmserve.parallel.tensor import shard_model
 
 
@@ -136,12 +139,50 @@ def test_models_that_can_not_be_staged_say_why() -> None:
         keep_stage(empty("llama"), place)
     with pytest.raises(UnsupportedModelError, match="carries no pipeline plan"):
         keep_stage(empty("mllama"), place)
-    with pytest.raises(UnsupportedModelError, match="embeddings of their own, and read the caches"):
+    with pytest.raises(UnsupportedModelError, match=r"only the first stage has.* take tensor_parallel instead"):
         keep_stage(empty("gemma4"), place)
-    with pytest.raises(UnsupportedModelError, match=r"image rows come in before layers.* take tensor_parallel instead"):
-        keep_stage(empty("granite4_vision"), place)
+    with pytest.raises(UnsupportedModelError, match=r"its last 1 layers read the caches of earlier ones"):
+        keep_stage(empty("gemma4", **{"text_config.num_kv_shared_layers": 1}), place)
     several = empty("llama")
     several._pp_plan = {**several.pp_plan, "model.layers.0.others": None}
     several.model.layers[0].others = nn.ModuleList([nn.Identity()])
     with pytest.raises(UnsupportedModelError, match="2 lists of layers"):
         keep_stage(several, place)
+    none = empty("llama")
+    none._pp_plan = {name: plan for name, plan in none.pp_plan.items() if not name.endswith("layers")}
+    with pytest.raises(UnsupportedModelError, match=r"0 lists of layers \(none\)"):
+        keep_stage(none, place)
+
+
+def test_no_dealing_is_more_even() -> None:
+    """Against all ways to cut a dozen random lists of layers."""
+    random = Random(3)
+    for _ in range(12):
+        sizes = [random.randint(1, 9) for _ in range(random.randint(3, 8))]
+        before, after, stages = random.randint(0, 20), random.randint(0, 20), random.randint(2, 3)
+
+        def fullest(cuts: Sequence[int], sizes: list[int] = sizes, ends: tuple[int, int] = (before, after)) -> int:
+            loads = [sum(sizes[start:stop]) for start, stop in pairwise((0, *cuts, len(sizes)))]
+            return max([loads[0] + ends[0], *loads[1:-1], loads[-1] + ends[1]])
+
+        dealt = deal_layers(sizes, before, after, stages)
+        assert [dealt[0].start, dealt[-1].stop] == [0, len(sizes)]
+        assert all(one.stop == other.start for one, other in pairwise(dealt))
+        best = min(map(fullest, combinations(range(1, len(sizes)), stages - 1)))
+        assert fullest([part.start for part in dealt[1:]]) == best
+
+
+def test_placeholders_of_layers_pass_hand_over_or_raise() -> None:
+    model = empty("llama", num_hidden_layers=5)
+    kept = keep_stage(model, Layout(1, 3).place(1))
+    start, stop = kept.layers.start, kept.layers.stop
+    assert 0 < start < stop < 5
+    rows = torch.zeros(1, 2, 8)
+    assert model.model.layers[start - 1](rows) is rows
+    with pytest.raises(HandedOver) as handed:
+        model.model.layers[stop](rows)
+    assert handed.value.rows is rows
+    first = empty("llama", num_hidden_layers=5)
+    keep_stage(first, Layout(1, 3).place(0))
+    with pytest.raises(EngineError, match=r"model\.layers\.4 was called on a pipeline stage that does not have it"):
+        first.model.layers[4](rows)
