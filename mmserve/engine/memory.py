@@ -4,7 +4,7 @@ The worst step computes `max_num_batched_tokens` tokens, encodes as many of the 
 with every option for `max_num_seqs` answers. It is run once, over a cache just large enough for it::
 
     budget = weights and all else that is loaded + worst step + image rows + processed images + keys and values
-             '--------- in use before ---------'   ' trial -'   '------ by the options -----'   '-- the rest -'
+             '--------- in use before ---------'   '- trial '   '------ by the options -----'   '-- the rest -'
 """
 
 from __future__ import annotations
