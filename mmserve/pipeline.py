@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from mmserve.engine.batch import LogitsProcessor
     from mmserve.engine.core import RequestHandle
+    from mmserve.model.interface import Model
     from processors.types import ProcessedPrompt
 
 __all__ = ["MMPipeline"]
@@ -81,7 +82,8 @@ class MMPipeline:
         )
         self._folder = parts.folder
         self._processor = parts.processor
-        self._model = parts.model
+        self._model: Model | None = parts.model
+        self._last_description: dict[str, Any] = {}
         self._engine = parts.engine
         self._workers = ThreadPoolExecutor(self._config.preprocess_threads, thread_name_prefix="mmserve-preprocess")
         self._preparing: dict[str, bool] = {}  # id of a request with a worker -> whether it was aborted there
@@ -275,10 +277,13 @@ class MMPipeline:
         return process_request(self._processor, as_request(request))
 
     def describe(self) -> dict[str, Any]:
-        """What was loaded, and which paths were chosen and why; JSON-friendly."""
+        """What was loaded, and which paths were chosen and why; JSON-friendly. A closed pipeline says it as it was."""
+        model = self._model
+        if model is None:
+            return self._last_description
         return {
             "folder": str(self._folder),
-            **self._model.describe(),
+            **model.describe(),
             "processor": self._processor.describe(),
             "engine": self._engine.describe(),
         }
@@ -291,13 +296,18 @@ class MMPipeline:
     # -- ending ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the engine and all threads; whoever waits hears PipelineClosedError. Closing twice is fine."""
+        """Stop the engine and all threads; whoever waits hears PipelineClosedError. Closing twice is fine.
+
+        Weights, keys and values and encoded images are let go, even if this object is still known.
+        """
         if self._closed:
             return
         self._closed = True
         self._workers.shutdown(wait=False)  # what is in line there finds the pipeline closed, and says so
         self._engine.close()
         self._workers.shutdown(wait=True)
+        self._last_description = self.describe()
+        self._model = None
         self._processor.close()
 
     def __enter__(self) -> MMPipeline:
@@ -401,9 +411,13 @@ class MMPipeline:
     def _progress_bar(self, total: int, wanted: bool | None) -> Any:
         from tqdm import tqdm
 
+        class Bar(tqdm):
+            monitor_interval = 0  # tqdm's own thread, which ends with the program only, is not started
+
         setting = self._config.progress if wanted is None else ("on" if wanted else "off")
         disable = {"on": False, "off": True, "auto": None}[setting]  # None: tqdm shows it on a terminal only
-        return tqdm(total=total, unit="request", disable=disable, delay=0 if setting == "on" else PROGRESS_DELAY)
+        delay = 0 if setting == "on" else PROGRESS_DELAY
+        return Bar(total=total, unit="request", disable=disable, delay=delay, miniters=1)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -327,6 +328,12 @@ class SamplingParams(Schema):
     def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if any(not text for text in value):
             raise ValueError("an empty string is never a stop string or a bad word")
+        for text in value:
+            if half := re.search("[\ud800-\udfff]", text):
+                raise ValueError(
+                    f"half a surrogate pair, U+{ord(half[0]):04X} at place {half.start()}, is no character, so it is "
+                    "never in an answer: leave it out"
+                )
         return value
 
     @model_validator(mode="after")

@@ -111,6 +111,9 @@ class ClockModel:
     def bind_cache(self, caches: Sequence[LayerCache]) -> None:
         pass
 
+    def unbind_cache(self, caches: Sequence[LayerCache]) -> None:
+        pass
+
     def plan(self, prompt: ProcessedPrompt) -> PromptPlan:
         return PromptPlan(torch.arange(len(prompt.token_ids))[None])
 

@@ -38,7 +38,7 @@ from mmserve.engine.scheduler import Scheduler, SchedulerLimits
 from mmserve.engine.sizing import resolve_limits
 from mmserve.engine.steps import LocalSteps, StepRunner, Team
 from mmserve.engine.ticket import Ticket
-from mmserve.errors import InvalidRequestError
+from mmserve.errors import InvalidRequestError, PipelineClosedError
 from mmserve.model.interface import Model
 from mmserve.types import SamplingParams
 from processors.types import ProcessedPrompt
@@ -76,7 +76,7 @@ class Engine:
         worst_prompt: Callable[[int], ProcessedPrompt] | None = None,
         team: Team | None = None,
     ) -> None:
-        self._model = model
+        self._model: Model | None = model
         self._team = team
         self._config = config
         self._generation_config = generation_config
@@ -210,9 +210,13 @@ class Engine:
         }
 
     def close(self) -> None:
-        """End the thread after the step it is in. Whoever waits hears PipelineClosedError. Twice is fine."""
+        """End the thread after the step it is in, and let go of cache and model, even if this object is still known.
+
+        Whoever waits hears PipelineClosedError. Twice is fine.
+        """
         self._finalizer.detach()
         self._loop.close()
+        self._model = None
 
     def check_integrity(self) -> None:
         """All books of an idle engine agree: nothing is held that nobody needs. For tests.
@@ -224,10 +228,17 @@ class Engine:
 
     # -- submitting -----------------------------------------------------------------------------
 
+    def _loaded(self) -> Model:
+        model = self._model
+        if model is None:
+            raise PipelineClosedError("this engine was closed")
+        return model
+
     def _resolve(self, prompt: ProcessedPrompt, sampling: SamplingParams) -> SamplingParams:
-        if sampling.prompt_logprobs is not None and self._model.needs_sequences:
+        model = self._loaded()
+        if sampling.prompt_logprobs is not None and model.needs_sequences:
             raise InvalidRequestError("prompt_logprobs are not there on the generate() path, which this model runs on")
-        vocab_size = self._model.vocab_size
+        vocab_size = model.vocab_size
         check_sampling(sampling, vocab_size, self._unsampled)
         resolved = resolve_sampling(sampling, self._generation_config)
         # The caller's were checked; those of the model's config that its head can not say never come.
@@ -238,7 +249,7 @@ class Engine:
             # The default is a wish, not a demand: it gives way to a long prompt.
             room = max(1, sampling.min_tokens, self.limits.max_model_len - num_prompt)
             resolved = resolved.model_copy(update={"max_tokens": min(resolved.max_tokens or room, room)})
-        at_once = 1 if self._model.needs_sequences else resolved.n
+        at_once = 1 if model.needs_sequences else resolved.n
         self._scheduler.check_admission(num_prompt, resolved.max_tokens or 1, at_once)
         return resolved
 
@@ -257,7 +268,8 @@ class Engine:
 
         A model that keeps state of its own can not share it, so there every answer computes the prompt for itself.
         """
-        plan = self._model.plan(prompt)
+        model = self._loaded()
+        plan = model.plan(prompt)
         longest_span = max((stop - start for start, stop in plan.spans), default=0)
         if longest_span > self.limits.max_num_batched_tokens:
             at_least = len(prompt.token_ids), sampling.max_tokens or 1, 1
@@ -269,7 +281,7 @@ class Engine:
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         answers = [Fork(request_id if i == 0 else f"{request_id}#{i}", derive_seed(seed, i)) for i in range(sampling.n)]
         entries = []
-        for first, *others in [[answer] for answer in answers] if self._model.needs_sequences else [answers]:
+        for first, *others in [[answer] for answer in answers] if model.needs_sequences else [answers]:
             request = plan_request(
                 first.request_id,
                 prompt,

@@ -4,7 +4,7 @@ The worst step computes `max_num_batched_tokens` tokens, encodes as many of the 
 with every option for `max_num_seqs` answers. It is run once, over a cache just large enough for it::
 
     budget = weights and all else that is loaded + worst step + image rows + processed images + keys and values
-             '---------- peak of the trial -----------'   '------ by the options -------'   '--- the rest --'
+             '--------- in use before ---------'   '- trial '   '------ by the options -----'   '-- the rest -'
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmserve.engine.batch import Fork, NewRequest
 from mmserve.engine.defaults import resolve_sampling
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import Scheduler
-from mmserve.engine.sizing import cache_bytes, resolve_limits
+from mmserve.engine.sizing import cache_bytes, least_cache_bytes, resolve_limits
 from mmserve.errors import ConfigError
 from mmserve.model.interface import Model
 from mmserve.types import SamplingParams
@@ -43,14 +43,16 @@ class MemoryPlan:
         rule: In words.
         kv_cache: For keys and values.
         budget: For everything, if the user gave one.
-        trial_peak: Most that was in use during the worst step, its own small cache not counted.
+        loaded: In use before the trial: weights, libraries and all else of this process, or of it on the card.
+        step: What the worst step took beyond that, its own small cache not counted.
         images: For image rows and processed images.
     """
 
     rule: str
     kv_cache: int
     budget: int | None = None
-    trial_peak: int | None = None
+    loaded: int | None = None
+    step: int | None = None
     images: int | None = None
 
 
@@ -118,26 +120,29 @@ def _by_trial(
         num_tokens = max(1, min(num_tokens, model.max_position - 2))
     prompt = ProcessedPrompt((1,) * num_tokens) if worst_prompt is None else worst_prompt(num_tokens)
     try:
-        peak = _peak_of(config, model, device, prompt)
+        loaded, step = _trial(config, model, device, prompt)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"a step of {len(prompt.token_ids)} tokens with {len(prompt.images)} of the largest images does not fit "
             f"{device}: give a smaller max_num_batched_tokens or max_images_per_step"
         ) from error
     images = config.encoder_cache_memory + (config.processor_cache_memory if device.type == "cpu" else 0)
-    rest = budget - peak - images
-    if rest < 2 * model.cache_spec().bytes_per_token() * config.block_size:
+    rest = budget - loaded - step - images
+    least = least_cache_bytes(model.cache_spec(), config.block_size)
+    if rest < least:
         raise ConfigError(
-            f"memory_budget {budget:,} leaves {max(0, rest):,} bytes for keys and values: what is loaded and the worst "
-            f"step ({len(prompt.token_ids)} tokens, {len(prompt.images)} images) take {peak:,}, image caches {images:,}"
+            f"memory_budget {budget:,} leaves {max(0, rest):,} bytes for keys and values, and two blocks take "
+            f"{least:,}: what is loaded takes {loaded:,}, the worst step ({len(prompt.token_ids)} tokens, "
+            f"{len(prompt.images)} images) {step:,}, image caches {images:,}; give at least "
+            f"{loaded + step + images + least:,}, or a smaller max_num_batched_tokens, max_images_per_step or "
+            "encoder_cache_memory"
         )
-    return MemoryPlan(
-        "memory_budget, less the peak of a trial of the worst step and the image caches", rest, budget, peak, images
-    )
+    rule = "memory_budget, less what is loaded, the most that a trial of the worst step took, and the image caches"
+    return MemoryPlan(rule, rest, budget, loaded, step, images)
 
 
-def _peak_of(config: EngineConfig, model: Model, device: torch.device, prompt: ProcessedPrompt) -> int:
-    """Most bytes in use while the step runs, without its cache."""
+def _trial(config: EngineConfig, model: Model, device: torch.device, prompt: ProcessedPrompt) -> tuple[int, int]:
+    """Bytes in use before the step, and most that it takes beyond them, without its cache."""
     plan = model.plan(prompt)
     blocks = -(-(len(prompt.token_ids) + config.max_num_seqs) // config.block_size) + config.max_num_seqs
     update = {
@@ -152,7 +157,7 @@ def _peak_of(config: EngineConfig, model: Model, device: torch.device, prompt: P
     new = NewRequest("trial", prompt, plan, resolve_sampling(options, None), forks=forks)
     scheduler = Scheduler(limits, None)
     gc.collect()
-    _reset_peak(device)
+    loaded = _in_use(device)
     runner = ModelRunner(
         model,
         num_blocks=limits.num_blocks,
@@ -163,11 +168,14 @@ def _peak_of(config: EngineConfig, model: Model, device: torch.device, prompt: P
         device=device,
     )
     try:
+        runner.touch_cache()
+        _reset_peak(device)
         scheduler.add(plan_request("trial", prompt, plan, forks=forks), new)
         output = runner.run(scheduler.schedule())
         for error in output.failed.values():
             raise ConfigError(f"the trial of the worst step failed: {error}") from error
-        return _peak(device) - cache_bytes(limits.num_blocks, model.cache_spec(), limits.block_size)
+        cache = cache_bytes(limits.num_blocks, model.cache_spec(), limits.block_size)
+        return loaded, max(0, _peak(device) - loaded - cache)
     finally:
         runner.close()
 
@@ -182,13 +190,21 @@ def _reset_peak(device: torch.device) -> None:
         return  # the peak of the whole life so far counts: more than needed, never less
 
 
+def _in_use(device: torch.device) -> int:
+    """Bytes in use now: of this process, or on the card."""
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else _resident("VmRSS:")
+
+
 def _peak(device: torch.device) -> int:
     """Most bytes in use since the reset: of this process, or on the card."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _resident("VmHWM:")
+
+
+def _resident(name: str) -> int:
+    """Bytes of this process in memory, by the kernel's name for them; where it has none, the most there ever were."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
-        (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+        (line,) = (line for line in status.splitlines() if line.startswith(name))
         return int(line.split()[1]) * 1024
     except (OSError, ValueError):
         import resource

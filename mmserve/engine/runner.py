@@ -95,12 +95,14 @@ class ModelRunner:
             dtype=spec.dtype,
             device=self._device,
         )
-        model.bind_cache([self._caches[slot] for _, slot in layout.places])
+        self._bound = [self._caches[slot] for _, slot in layout.places]
+        model.bind_cache(self._bound)
         unsampled = model.forbidden_token_ids if unsampled is None else unsampled
         self._sampler = Sampler(model.vocab_size, unsampled, self._device)
         self._tables = BlockTables(max_num_seqs, max_model_len, block_size, groups, num_blocks)
         self._records: dict[str, SequenceRecord] = {}
         self._images: dict[str, ImageRows] = {}
+        self._closed = False
 
     @property
     def num_requests(self) -> int:
@@ -169,12 +171,28 @@ class ModelRunner:
             for member in (record, *(self._begin_forks(record) if chunk.forks else ())):
                 member.append(sampled[member.request_id])
 
+    def touch_cache(self) -> None:
+        """Write all of the cache once: zeros never written take no memory of the machine yet."""
+        for cache in self._caches:
+            cache.key.zero_()
+            cache.value.zero_()
+
     def close(self) -> None:
-        """Let the model let go of all requests. No step comes after it; twice is fine."""
-        request_ids = tuple(self._records)
+        """Let go of the model, which keeps nothing of cache and requests, and of image rows. No step comes after it;
+        twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        model, request_ids, bound = self._model, tuple(self._records), self._bound
+        del self._model
         self._records.clear()
-        if self._model.needs_sequences and request_ids:
-            self._model.release(request_ids)
+        self._images.clear()
+        self._bound, self._caches = [], []
+        try:
+            if model.needs_sequences and request_ids:
+                model.release(request_ids)
+        finally:
+            model.unbind_cache(bound)
 
     # -- coming and going -----------------------------------------------------------------------
 

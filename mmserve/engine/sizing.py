@@ -8,7 +8,7 @@ from mmserve.engine.scheduler import SchedulerLimits
 from mmserve.errors import ConfigError
 from mmserve.model.interface import CacheSpec
 
-__all__ = ["cache_bytes", "resolve_limits"]
+__all__ = ["cache_bytes", "least_cache_bytes", "resolve_limits"]
 
 
 def resolve_limits(
@@ -54,6 +54,11 @@ def cache_bytes(num_blocks: int, spec: CacheSpec, block_size: int) -> int:
     return (num_blocks + spare) * spec.slot_bytes() * block_size
 
 
+def least_cache_bytes(spec: CacheSpec, block_size: int) -> int:
+    """Bytes of the smallest pool that there can be: two blocks of all layers."""
+    return cache_bytes(2 * len(spec.layout().windows), spec, block_size)
+
+
 def _in_pool(num_blocks: int, groups: tuple[CacheGroup, ...]) -> int:
     """Blocks of the pool, of one group each, where `num_blocks` is blocks of all layers."""
     return num_blocks * len(groups)
@@ -62,7 +67,7 @@ def _in_pool(num_blocks: int, groups: tuple[CacheGroup, ...]) -> int:
 def _fitting(memory: int, config: EngineConfig, spec: CacheSpec) -> int:
     """Blocks of the largest pool that takes no more than `memory` bytes."""
     block = spec.slot_bytes() * config.block_size
-    least = cache_bytes(2 * len(spec.layout().windows), spec, config.block_size)
+    least = least_cache_bytes(spec, config.block_size)
     if memory < least:
         raise ConfigError(
             f"kv_cache_memory {memory:,} does not hold two blocks of {config.block_size} tokens, which take {least:,} "

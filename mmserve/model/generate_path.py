@@ -114,6 +114,9 @@ class GenerateModel:
     def bind_cache(self, caches: Sequence[LayerCache]) -> None:
         """Not used: each request has a cache of its own."""
 
+    def unbind_cache(self, caches: Sequence[LayerCache]) -> None:
+        """Nothing was bound."""
+
     def plan(self, prompt: ProcessedPrompt) -> PromptPlan:
         """The whole prompt as one span: it is computed in one piece and never met by a prefix hit."""
         if not prompt.token_ids:

@@ -249,6 +249,10 @@ class Model(Protocol):
         """
         ...
 
+    def unbind_cache(self, caches: Sequence[LayerCache]) -> None:
+        """Let go of these cache tensors; if others have been bound since, those stay."""
+        ...
+
     def plan(self, prompt: ProcessedPrompt) -> PromptPlan:
         """Positions and both-way spans of a whole prompt. Raises RequestError if it can not run."""
         ...

@@ -145,6 +145,12 @@ class PagedModel:
             for layer in self._layers
         }
 
+    def unbind_cache(self, caches: Sequence[LayerCache]) -> None:
+        """Let go of these cache tensors; if others have been bound since, those stay."""
+        gone = {id(cache) for cache in caches}
+        if all(id(binding.cache) in gone for binding in self._bindings.values()):
+            self._bindings = {}
+
     def plan(self, prompt: ProcessedPrompt) -> PromptPlan:
         """Positions and both-way spans of a whole prompt.
 

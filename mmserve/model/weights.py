@@ -119,7 +119,7 @@ def _quiet() -> Iterator[None]:
         return "This checkpoint seem corrupted" not in record.getMessage()
 
     def no_bar(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return factory(*args, **{**kwargs, "disable": True})
+        return library_logging.EmptyTqdm(*args, **kwargs)  # a bar that is disabled still starts a thread of tqdm's
 
     library.addFilter(drop)
     previous = library_logging.set_tqdm_hook(no_bar)

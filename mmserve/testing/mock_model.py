@@ -117,6 +117,11 @@ class MockModel:
         """Take the cache."""
         self._caches = caches
 
+    def unbind_cache(self, caches: Sequence[LayerCache]) -> None:
+        """Let go of the cache, if it is this one."""
+        if [id(cache) for cache in self._caches] == [id(cache) for cache in caches]:
+            self._caches = ()
+
     def plan(self, prompt: ProcessedPrompt) -> PromptPlan:
         """An image takes one position, as if it were one token; so `delta` is not 0 and a wrong one shows."""
         steps = torch.ones(len(prompt.token_ids), dtype=torch.int64)

@@ -166,8 +166,10 @@ class ParallelRunner:
 
     def close(self) -> None:
         """Let go of the model and end all workers."""
-        self._runner.close()
-        self._crew.close()
+        try:
+            self._runner.close()
+        finally:
+            self._crew.close()
 
     def _announce(
         self, batch: ScheduledBatch, learned: tuple[Mapping[str, int], ...], failed: Mapping[str, RequestError]

@@ -47,6 +47,8 @@ from processors import ImageFeatures
         ("logprobs", 101),
         ("stop", ("",)),
         ("bad_words", ""),
+        ("stop", "a\ud800"),
+        ("bad_words", ["b", "\udfff"]),
         ("allowed_token_ids", ()),
     ],
 )

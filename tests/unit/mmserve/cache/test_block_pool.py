@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -78,6 +82,75 @@ def test_integrity_check_sees_a_block_in_two_places() -> None:
     pool._cached[pool._free[0]] = None
     with pytest.raises(RuntimeError, match="free and cached"):
         pool.check_integrity()
+
+
+class CountingList(list[int]):
+    """A list that counts the elements its operations move."""
+
+    moved = 0
+
+    def __getitem__(self, where: Any) -> Any:
+        found = super().__getitem__(where)
+        self.moved += len(found) if isinstance(where, slice) else 1
+        return found
+
+    def __delitem__(self, where: Any) -> None:
+        first, stop, _ = where.indices(len(self))
+        self.moved += len(self) - first  # what is deleted, and what moves up behind it
+        assert stop == len(self), "a stack gives from its end alone"
+        super().__delitem__(where)
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        self.moved += 1
+        super().__setitem__(where, value)
+
+    def append(self, value: int) -> None:
+        self.moved += 1
+        super().append(value)
+
+    def _never(self, *_: Any) -> Any:
+        raise AssertionError("an operation whose time grows with the pool")
+
+    pop = insert = remove = index = count = sort = __contains__ = __iter__ = __eq__ = _never
+
+
+def work_of(num_blocks: int, at_a_time: int, keeps: bool) -> int:
+    """Elements moved and lines run by the pool while each of its blocks is allocated, released, evicted and taken."""
+    pool = BlockPool(num_blocks)
+    free, counts = CountingList(pool._free), CountingList(pool._refcounts)
+    pool._free, pool._refcounts = free, counts
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if frame.f_globals is not BlockPool.allocate.__globals__:
+            return None
+        lines += event == "line"
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        held = [pool.allocate(at_a_time) for _ in range(num_blocks // at_a_time)]
+        for blocks in held:
+            for block in blocks if keeps else ():
+                pool.keep(block)
+            pool.release(blocks)
+        if keeps:
+            assert len(pool.evict(num_blocks)) == num_blocks
+        assert len(pool.allocate(num_blocks)) == num_blocks
+    finally:
+        sys.settrace(previous)
+    return free.moved + counts.moved + lines
+
+
+@pytest.mark.parametrize("at_a_time", [1, 100])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_hundred_thousand_blocks_take_a_hundred_times_the_work_of_a_thousand(at_a_time: int, keeps: bool) -> None:
+    few, many = (work_of(count, at_a_time, keeps) for count in (1_000, 100_000))
+    assert few > 1_000
+    assert many <= 100 * few
+    assert many <= 60 * 100_000
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mmserve.engine.core import Engine
 from mmserve.engine.memory import device_memory, plan_memory
 from mmserve.errors import ConfigError
 from mmserve.model import load_model
+from mmserve.model.interface import CacheSpec, LayerCacheSpec, PackedBatch
 from mmserve.testing import ByteTokenizer, MockModel
 
 CPU = torch.device("cpu")
@@ -66,8 +68,17 @@ def test_the_size_is_given_once() -> None:
 
 
 def test_a_budget_that_leaves_nothing_says_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"memory_budget 1,024 leaves 0 bytes.* \(510 tokens, 0 images\) take"):
+    pattern = (
+        r"memory_budget 1,024 leaves 0 bytes.*two blocks take 4,096: what is loaded takes ([0-9,]+), the worst step "
+        r"\(510 tokens, 0 images\) ([0-9,]+), image caches ([0-9,]+); give at least ([0-9,]+), or a smaller max_num_b"
+    )
+    with pytest.raises(ConfigError, match=pattern) as caught:
         make(memory_budget=1024, max_num_seqs=2)
+    found = re.search(pattern, str(caught.value))
+    assert found is not None
+    loaded, step, images, least = (int(number.replace(",", "")) for number in found.groups())
+    assert loaded + step + images + 4096 == least
+    make(memory_budget=least + 2**28, max_num_seqs=2).close()  # the process grows a little between the two
 
 
 def test_a_budget_is_what_is_loaded_the_worst_step_the_image_caches_and_the_cache() -> None:
@@ -94,7 +105,28 @@ def test_a_budget_is_what_is_loaded_the_worst_step_the_image_caches_and_the_cach
     assert len(prompt.token_ids) == max(300, len(prompt.images) * processor.max_image_tokens())
     assert 1 <= len(prompt.images) <= 2
     assert all(image.range.num_embeds == processor.largest_image().num_embeds for image in prompt.images)
-    assert plan.trial_peak is not None
-    assert plan.kv_cache + plan.trial_peak + 2 * 2**20 == plan.budget == 12 * 2**30
+    assert plan.loaded is not None
+    assert plan.step is not None
+    assert plan.step > 0
+    assert plan.kv_cache + plan.loaded + plan.step + 2 * 2**20 == plan.budget == 12 * 2**30
     # Weights in float32 were in use, if nothing else.
-    assert plan.trial_peak > 4 * sum(p.numel() for p in model._model.parameters())
+    assert plan.loaded > 4 * sum(p.numel() for p in model._model.parameters())
+
+
+def test_a_cache_never_written_is_not_taken_for_memory_that_the_step_had() -> None:
+    """The trial's cache is 256 MB, of which the step writes next to nothing."""
+
+    class Greedy(MockModel):
+        def cache_spec(self) -> CacheSpec:
+            return CacheSpec((LayerCacheSpec(1, 2**15, 2**15),) * 2, torch.float64)
+
+        def forward(self, batch: PackedBatch) -> torch.Tensor:
+            taken.append(torch.ones(2**26, dtype=torch.uint8))
+            taken.clear()
+            return torch.zeros(len(batch.logit_indices), self.vocab_size)
+
+    taken: list[torch.Tensor] = []
+    config = EngineConfig(memory_budget=2**33, max_num_batched_tokens=100, max_num_seqs=2, block_size=16)
+    plan = plan_memory(config, Greedy(max_position=512), CPU, None)
+    assert plan.step is not None
+    assert 0.9 * 2**26 < plan.step < 2**27  # the kernel counts in batches
