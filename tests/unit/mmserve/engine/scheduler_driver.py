@@ -174,8 +174,11 @@ class Driver:
                 for block in table[first : last + 1]:
                     assert block not in written
                     written[block] = chunk.request_id
+        now = {chunk.request_id for chunk in batch.chunks}
         for name, tables in self._tables.items():
-            needed = [group.first_needed(self._computed[name] - 1, size) for group in self.groups]
+            # What is not in this step has given back what its next token does not see.
+            query = self._computed[name] - (name in now)
+            needed = [group.first_needed(query, size) for group in self.groups]
             for group, table in enumerate(tables):
                 for block in table[needed[group] :]:
                     assert written.get(block, name) == name

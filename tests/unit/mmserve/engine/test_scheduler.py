@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver, image
 
@@ -277,6 +277,20 @@ prompts = st.tuples(
 )
 
 
+@example(  # a request waits for the budget while another writes where its window was
+    mix=[
+        (16, [(5, 2, "B"), (1, 1, "A")], True, 3, -1, 2, False),
+        (11, [(4, 8, "A")], False, 3, -1, 0, False),
+        (11, [(4, 5, "C"), (4, 11, "B"), (0, 7, "C")], False, 3, 0, 1, False),
+    ],
+    block_size=1,
+    budget=2,
+    seqs=2,
+    images=3,
+    memory=100,
+    spare=0,
+    windows=(7, 1),
+)
 @given(
     st.lists(prompts, min_size=1, max_size=8),
     st.sampled_from([1, 2, 4]),
