@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mmserve.assembly import assemble, process_request, resolve_folder
 from mmserve.batching import BatchRun, give_up
 from mmserve.config import EngineConfig
+from mmserve.engine.handle import drop_locals
 from mmserve.errors import DeadlineExceeded, InvalidRequestError, MMServeError, PipelineClosedError, RequestAborted
 from mmserve.requests import (
     Images,
@@ -380,6 +381,9 @@ class MMPipeline:
     def _prepare_and_submit(self, request: GenerationRequest, request_id: str, arrival: float) -> RequestHandle:
         try:
             handle = self._prepare(request, request_id, arrival)
+        except BaseException as error:
+            drop_locals(error)
+            raise
         finally:
             aborted = self._end_preparing(request_id)
         if aborted:

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import torch
 
-from mmserve.conformance.packed import Answer, run_rounds
+from mmserve.conformance.packed import Answer, PackedRun, run_rounds
 from mmserve.conformance.reference import Reference
 from mmserve.conformance.subject import Subject
 from mmserve.errors import ConformanceError, MMServeError
@@ -104,16 +104,8 @@ class Comparison:
             ConformanceError: Ids differ, or a log-probability by more than 1e-4.
         """
         expected = self.expected(new_tokens)
-        rounds = run_rounds(
-            self.model,
-            self.prompts,
-            new_tokens=new_tokens,
-            chunk=chunk,
-            stagger=stagger,
-            block_size=BLOCK_SIZE,
-            rounds=2 if warm else 1,
-        )
-        for number, answers in enumerate(rounds):
+        run = PackedRun(new_tokens, chunk, BLOCK_SIZE, stagger, rounds=2 if warm else 1)
+        for number, answers in enumerate(run_rounds(self.model, self.prompts, run)):
             for index, (answer, right) in enumerate(zip(answers, expected, strict=True)):
                 where = f"prompt {index}" + (", asked again on a warm cache" if number else "")
                 self._check(answer, right, where)

@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from mmserve.errors import DeadlineExceeded, InvalidRequestError
 from mmserve.types import GenerationOutput, StreamDelta
 
-__all__ = ["RequestHandle", "check_caller"]
+__all__ = ["RequestHandle", "check_caller", "drop_locals"]
 
 
 def check_caller(engine_thread: threading.Thread | None) -> None:
@@ -31,6 +32,18 @@ def check_caller(engine_thread: threading.Thread | None) -> None:
             "the engine's thread, in which logits processors are called, can not wait for an answer of its own engine: "
             "ask before the request that has the processor, or ask another pipeline"
         )
+
+
+def drop_locals(error: BaseException | None) -> None:
+    """Let go of the variables of all frames that an error, and what led to it, went through; it still says where.
+
+    An error may be kept long, and a step's tensors are large.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class RequestHandle:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmserve.engine.batch import NewRequest, SampledToken, ScheduledBatch, StepOutput
-from mmserve.engine.handle import RequestHandle
+from mmserve.engine.handle import RequestHandle, drop_locals
 from mmserve.engine.request import Request
 from mmserve.engine.scheduler import Scheduler
 from mmserve.engine.stats import StatsRecorder
@@ -174,6 +174,7 @@ class EngineLoop:
         except BaseException as error:  # noqa: BLE001 - the border of the engine's life: everyone must hear of it
             self._death = error
         self._end()
+        drop_locals(self._death)
 
     def _step(self) -> None:
         """Begin a step if there is one to begin; wait for the oldest when there is not, or when enough have begun."""
@@ -289,6 +290,7 @@ class EngineLoop:
             self._tickets.pop(answer_id, None)
         self._stats.failed += 1
         self._close_ticket(ticket)
+        drop_locals(error)
         ticket.handle.fail(error)
 
     def _close_ticket(self, ticket: Ticket) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from fixtures.tiny_models.conformance import Case
 from fixtures.tiny_models.families import FAMILIES
-from mmserve.conformance.packed import run_packed
+from mmserve.conformance.packed import PackedRun, run_packed
 
 KINDS = {
     "smolvlm": "tiles with tokens between them",
@@ -46,7 +46,8 @@ def test_the_path_under_test_ran(case: Case) -> None:
 def test_the_image_counts(case: Case) -> None:
     """Another image in the same place changes the logits; the same image again does not."""
     first, second, again = (
-        run_packed(case.model, [case.prompt([3, (seed, 0), 5])], new_tokens=1)[0].logprobs[0] for seed in (1, 2, 1)
+        run_packed(case.model, [case.prompt([3, (seed, 0), 5])], PackedRun(new_tokens=1))[0].logprobs[0]
+        for seed in (1, 2, 1)
     )
     assert (first - second).abs().max() > 1e-2
     assert torch.equal(first, again)

@@ -5,17 +5,26 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import traceback
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
-from mmserve import MMPipeline
+from mmserve import MMPipeline, pipeline
 from mmserve.config import EngineConfig
 from mmserve.engine.core import Engine
-from mmserve.errors import MMServeError, PipelineClosedError, RequestAborted
+from mmserve.errors import (
+    EngineDeadError,
+    InputError,
+    MMServeError,
+    PipelineClosedError,
+    RequestAborted,
+    RequestError,
+)
 from mmserve.testing import ByteTokenizer, MockModel, mock_image, mock_prompt
 from mmserve.types import SamplingParams
 
@@ -165,3 +174,55 @@ def test_closing_a_pipeline_amid_everything_from_two_threads_at_once() -> None:
     with pytest.raises(PipelineClosedError):
         list(stream)
     assert set(threading.enumerate()) <= before
+
+
+def test_an_error_that_is_kept_keeps_no_tensor_of_its_step() -> None:
+    """`generate_batch(on_error="return")` keeps every error; a step's logits are large."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def raises(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(weakref.ref(scores))
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise ValueError("mine") from error
+
+    engine = make()
+    with pytest.raises(RequestError, match="mine") as caught:
+        engine.submit(mock_prompt([65]), logits_processors=[raises]).result(WAIT)
+    engine.submit(mock_prompt([65]), SamplingParams(max_tokens=2)).result(WAIT)
+    gc.collect()
+    assert [tensor() for tensor in seen] == [None]
+    assert "raises" in "".join(traceback.format_exception(caught.value))
+    engine.close()
+
+
+def test_the_death_of_an_engine_keeps_neither_model_nor_cache() -> None:
+    model = MockModel(dies_on=[66])
+    engine = make(model)
+    tensors = caches_of(engine)
+    with pytest.raises(EngineDeadError) as caught:
+        engine.submit(mock_prompt([66])).result(WAIT)
+    engine.close()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None] * len(tensors)
+    assert gone() is None
+    assert "told to die" in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_error_of_a_picture_that_can_not_be_processed_keeps_no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def fails(*_: Any) -> Any:
+        pixels = torch.zeros(1000)
+        seen.append(weakref.ref(pixels))
+        raise InputError("no such picture")
+
+    monkeypatch.setattr(pipeline, "process_request", fails)
+    with MMPipeline(dtype="float32", num_blocks=32) as pipe:
+        errors = pipe.generate_batch([(None, "Hello?")] * 3, on_error="return")
+        gc.collect()
+        assert [str(error) for error in errors] == ["no such picture"] * 3
+        assert [pixels() for pixels in seen] == [None] * 3

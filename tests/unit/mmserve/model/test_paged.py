@@ -12,7 +12,7 @@ from fixtures.tiny_models.families import FAMILIES
 from fixtures.tiny_models.family import build, make_prompt
 from fixtures.tiny_models.shrink import IMAGE, VOCAB
 from mmserve.cache.tensors import allocate
-from mmserve.conformance.packed import run_packed
+from mmserve.conformance.packed import PackedRun, run_packed
 from mmserve.errors import ConfigError, EngineError, InputError, ModelOutputError
 from mmserve.model import load_model
 from mmserve.model.interface import ImageRows
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PagedModel:
 
 
 def first_logprobs(model: PagedModel, *prompts: ProcessedPrompt) -> list[torch.Tensor]:
-    return [answer.logprobs[0] for answer in run_packed(model, prompts, new_tokens=1, chunk=5)]
+    return [answer.logprobs[0] for answer in run_packed(model, prompts, PackedRun(new_tokens=1, chunk=5))]
 
 
 def with_ids(prompt: ProcessedPrompt, change: dict[int, int]) -> ProcessedPrompt:

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from fixtures.tiny_models.families import FAMILIES
 from fixtures.tiny_models.family import build, make_prompt
-from mmserve.conformance.packed import run_packed
+from mmserve.conformance.packed import PackedRun, run_packed
 from mmserve.kernels.library import status
 from mmserve.model import load_model
 from mmserve.model.replace import Replacement, _linears, _norms
@@ -178,7 +178,7 @@ def test_on_and_off_give_the_same_tokens(name: str, tmp_path: Path) -> None:
     folder = build(family, tmp_path)
     prompts = [make_prompt(family, [3, (1, 0), 5]), make_prompt(family, [9], 1)]
     models = [load_model(folder, block_size=16, device="cpu", replace=replace) for replace in (True, False)]
-    on, off = (run_packed(model, prompts, new_tokens=6, chunk=5) for model in models)
+    on, off = (run_packed(model, prompts, PackedRun(new_tokens=6, chunk=5)) for model in models)
     for mine, plain in zip(on, off, strict=True):
         assert mine.token_ids == plain.token_ids
         torch.testing.assert_close(torch.stack(mine.logprobs), torch.stack(plain.logprobs), atol=1e-4, rtol=0)

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from fixtures.tiny_models.families import FAMILIES
 from fixtures.tiny_models.family import build, make_prompt
-from mmserve.conformance.packed import run_packed
+from mmserve.conformance.packed import PackedRun, run_packed
 from mmserve.errors import WeightsError
 from mmserve.model import load_model
 
@@ -24,7 +24,7 @@ def logprobs(folder: Path) -> torch.Tensor:
     """Of one prompt with an image, packed."""
     model = load_model(folder, block_size=16, device="cpu")
     assert model.describe()["path"] == "paged"
-    return torch.stack(run_packed(model, [make_prompt(FAMILY, [3, (1, 0), 5])], new_tokens=3)[0].logprobs)
+    return torch.stack(run_packed(model, [make_prompt(FAMILY, [3, (1, 0), 5])], PackedRun(new_tokens=3))[0].logprobs)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_ties_are_transformers_own(whole: Path, tmp_path: Path, outer: bool, tex
         return
     model = load_model(folder, block_size=16, device="cpu")
     prompt = make_prompt(FAMILY, [9])
-    ours = run_packed(model, [prompt], new_tokens=1)[0].logprobs[0]
+    ours = run_packed(model, [prompt], PackedRun(new_tokens=1))[0].logprobs[0]
     with torch.inference_mode():
         theirs = plain(input_ids=torch.tensor([prompt.token_ids])).logits[0, -1].log_softmax(-1)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
