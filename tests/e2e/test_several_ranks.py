@@ -26,7 +26,10 @@ with MMPipeline(dtype="float32", tensor_parallel=2, num_blocks=32, progress="off
 print("rank 0 alone")
 """
 ENDLESS = """
+import signal
 from mmserve import MMPipeline
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 
 with MMPipeline(dtype="float32", tensor_parallel=2, num_blocks=2000, progress="off") as pipe:
     for _ in range(1000):

@@ -12,8 +12,10 @@ WAIT = 120
 """Seconds after which a test gives up."""
 
 PROGRAM = """
-import sys, threading
+import signal, sys, threading
 from mmserve import MMPipeline
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 
 pipe = MMPipeline(dtype="float32", num_blocks=4096, max_num_seqs=4)
 
