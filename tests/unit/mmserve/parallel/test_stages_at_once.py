@@ -36,6 +36,7 @@ class ThreadTeam:
     """A second stage that is a thread of this process; its model is a mock, which needs no rows."""
 
     samples_here = False
+    sharers = 2
 
     def __init__(self, model: MockModel) -> None:
         self._model = model
