@@ -97,6 +97,11 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     assert sum(origin.startswith("cached") for origin in came_from) == 2
 
 
+def test_sources_compile_where_there_is_a_compiler() -> None:
+    """The tests of the kernels are skipped where there is none; that the sources are broken is no reason to."""
+    assert "compiling failed" not in library.status().reason
+
+
 def test_switched_off_and_misspelt() -> None:
     assert library._choose("off") == (None, "switched off by MMSERVE_KERNELS")
     with pytest.raises(ConfigError, match="known: auto, off, avx512, avx2, plain"):
