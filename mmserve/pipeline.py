@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mmserve.assembly import assemble, process_request, resolve_folder
 from mmserve.batching import BatchRun, give_up
 from mmserve.config import EngineConfig
-from mmserve.engine.handle import drop_locals
+from mmserve.engine.handle import check_request_id, drop_locals
 from mmserve.errors import DeadlineExceeded, InvalidRequestError, MMServeError, PipelineClosedError, RequestAborted
 from mmserve.requests import (
     Images,
@@ -258,8 +258,7 @@ class MMPipeline:
             InvalidRequestError: `request_id` is no string.
         """
         self._check_open()
-        if not isinstance(request_id, str):
-            raise InvalidRequestError(f"a request's id is a string, not a {type(request_id).__name__}")
+        check_request_id(request_id)
         with self._preparing_lock:
             if request_id in self._preparing:
                 self._preparing[request_id] = True

@@ -10,10 +10,7 @@ which waits for no answer.
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections import deque
@@ -29,7 +26,7 @@ from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import SchedulerLimits
 from mmserve.engine.steps import StepRunner
 from mmserve.model.interface import CacheSpec
-from mmserve.parallel.workers.crew import Crew, Member
+from mmserve.parallel.workers.crew import Crew, start_local
 from mmserve.parallel.workers.wire import Result, Start, Step, encode, receive, send
 from mmserve.testing import ByteTokenizer, mock_prompt
 from mmserve.types import SamplingParams
@@ -123,7 +120,7 @@ class _EchoTeam:
 
     def __init__(self, num_seqs: int, num_steps: int) -> None:
         self.clock = _Clock(num_seqs, num_steps)
-        self.crew = Crew([_start()])
+        self.crew = Crew(start_local(1, "mmserve.bench.exchange"))
 
     def largest_cache(self, own: CacheSpec) -> CacheSpec:
         """Both sides have the same."""
@@ -174,33 +171,10 @@ class _TimedSteps:
         self._crew.close()
 
 
-def _start() -> Member:
-    ours, theirs = socket.socketpair()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mmserve.bench.exchange", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-        )
-    return Member(1, Connection(ours.detach()), process, f"process {process.pid}")
-
-
 def _answer(connection: Connection) -> None:
     """Be the other rank until the driver is done."""
     start = receive(connection)
-    limits = start.limits
-    runner = ModelRunner(
-        ClockModel(),
-        num_blocks=limits.num_blocks,
-        groups=limits.groups,
-        block_size=limits.block_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
-        unsampled=start.unsampled,
-        samples=False,
-    )
+    runner = ModelRunner.for_limits(ClockModel(), start.limits, unsampled=start.unsampled, samples=False)
     while isinstance(step := receive(connection), Step):
         for sampled in step.learned:
             runner.learn(sampled)

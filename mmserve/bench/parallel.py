@@ -9,7 +9,6 @@ turns, each in a process of its own that waits while the other runs, and the bes
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmserve.bench.report import json_line, machine, table
 from mmserve.errors import MMServeError
+from mmserve.parallel.workers.crew import child_environment
 
 if TYPE_CHECKING:
     from mmserve.pipeline import MMPipeline
@@ -140,11 +140,10 @@ class _Side:
 
     def __init__(self, model: Path, dtype: str, work: Workload, ranks: int) -> None:
         threads = {"OMP_NUM_THREADS": str(work.ranks // ranks)}
-        path = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         numbers = (ranks, work.text_tokens, work.at_once)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mmserve.bench.parallel", str(model), dtype, *map(str, numbers)],
-            env={**os.environ, **path, **threads},
+            env={**child_environment(), **threads},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -28,7 +28,7 @@ from mmserve.engine.answer import Answer, AnswerTimes
 from mmserve.engine.batch import Fork, LogitsProcessor, NewRequest
 from mmserve.engine.defaults import describe_defaults, resolve_sampling, unsampled_ids
 from mmserve.engine.detokenizer import TextDecoder
-from mmserve.engine.handle import RequestHandle, check_caller
+from mmserve.engine.handle import RequestHandle, check_caller, check_request_id
 from mmserve.engine.loop import EngineLoop, Submission
 from mmserve.engine.memory import plan_memory
 from mmserve.engine.random import derive_seed
@@ -96,13 +96,9 @@ class Engine:
         rooted = groups[0].window is None
         index = PrefixIndex(identity, num_groups=len(groups), rooted=rooted) if self._prefix_caching else None
         self._scheduler = Scheduler(self.limits, index)
-        self._runner = ModelRunner(
+        self._runner = ModelRunner.for_limits(
             model,
-            num_blocks=self.limits.num_blocks,
-            groups=groups,
-            block_size=self.limits.block_size,
-            max_num_seqs=self.limits.max_num_seqs,
-            max_model_len=self.limits.max_model_len,
+            self.limits,
             unsampled=self._unsampled,
             device=device,
             samples=team is None or team.samples_here,
@@ -191,8 +187,7 @@ class Engine:
         Raises:
             InvalidRequestError: `request_id` is no string.
         """
-        if not isinstance(request_id, str):
-            raise InvalidRequestError(f"a request's id is a string, not a {type(request_id).__name__}")
+        check_request_id(request_id)
         return self._loop.abort(request_id)
 
     def stats(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from mmserve.errors import DeadlineExceeded, InvalidRequestError
 from mmserve.types import GenerationOutput, StreamDelta
 
-__all__ = ["RequestHandle", "check_caller", "drop_locals"]
+__all__ = ["RequestHandle", "check_caller", "check_request_id", "drop_locals"]
 
 
 def check_caller(engine_thread: threading.Thread | None) -> None:
@@ -32,6 +32,16 @@ def check_caller(engine_thread: threading.Thread | None) -> None:
             "the engine's thread, in which logits processors are called, can not wait for an answer of its own engine: "
             "ask before the request that has the processor, or ask another pipeline"
         )
+
+
+def check_request_id(request_id: object) -> None:
+    """Whether it can name a request.
+
+    Raises:
+        InvalidRequestError: It is no string.
+    """
+    if not isinstance(request_id, str):
+        raise InvalidRequestError(f"a request's id is a string, not a {type(request_id).__name__}")
 
 
 def drop_locals(error: BaseException | None) -> None:

@@ -158,13 +158,9 @@ def _trial(config: EngineConfig, model: Model, device: torch.device, prompt: Pro
     scheduler = Scheduler(limits, None)
     gc.collect()
     loaded = _in_use(device)
-    runner = ModelRunner(
+    runner = ModelRunner.for_limits(
         model,
-        num_blocks=limits.num_blocks,
-        groups=limits.groups,
-        block_size=limits.block_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
+        limits,
         device=device,
     )
     try:

@@ -31,6 +31,7 @@ from mmserve.engine.batch import (
 )
 from mmserve.engine.packing import BlockTables, SequenceRecord, pack
 from mmserve.engine.sampler import Sampler, describe_tokens
+from mmserve.engine.scheduler import SchedulerLimits
 from mmserve.errors import ModelOutputError, RequestError
 from mmserve.model.interface import ImageRows, Model
 from mmserve.parallel.group import ExchangeError
@@ -103,6 +104,31 @@ class ModelRunner:
         self._records: dict[str, SequenceRecord] = {}
         self._images: dict[str, ImageRows] = {}
         self._closed = False
+
+    @classmethod
+    def for_limits(
+        cls,
+        model: Model,
+        limits: SchedulerLimits,
+        *,
+        unsampled: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+        samples: bool = True,
+        encodes: bool = True,
+    ) -> ModelRunner:
+        """A runner of what a scheduler with these limits asks for; the other arguments as above."""
+        return cls(
+            model,
+            num_blocks=limits.num_blocks,
+            groups=limits.groups,
+            block_size=limits.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            unsampled=unsampled,
+            device=device,
+            samples=samples,
+            encodes=encodes,
+        )
 
     @property
     def num_requests(self) -> int:

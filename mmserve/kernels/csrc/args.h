@@ -122,6 +122,7 @@ struct InstructionSet {
 constexpr int64_t kFlashRows = 48;     // query rows of one flash_rows call
 constexpr int64_t kDecodeSplit = 256;  // keys of a split: fixed, so that a result does not depend on the batch
 constexpr int64_t kLinearRows = 16;    // the most rows that `linear` takes
+constexpr int64_t kDenseColumns = 48;  // outputs of `dense` whose sums lie in the first-level cache until they are turned
 constexpr int64_t kDenseRows = 64;     // the fewest rows for which `dense` is better than torch where it pays
 constexpr int64_t kPackStep = 64;      // flash_pack ranges begin at multiples of this
 

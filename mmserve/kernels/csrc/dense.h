@@ -8,26 +8,18 @@
 //     packed rows    [panel][unit of k][rows of the panel]
 #pragma once
 
-constexpr int64_t kDenseColumns = 48;  // outputs whose sums lie in the first-level cache until they are turned
 static_assert(kDenseColumns % MR == 0 && kDenseColumns % W == 0);
 
-// The rows in vectors, split over panels as evenly as it goes.
-struct RowPanels {
-  int64_t vectors, count;
-  LANES explicit RowPanels(int64_t rows) : vectors(ceil_div(rows, W)), count(ceil_div(vectors, NR)) {}
-  LANES int64_t first(int64_t panel) const { return panel * vectors / count; }
-};
-
-static int64_t dense_panels(int64_t rows) { return RowPanels(rows).count; }
+static int64_t dense_panels(int64_t rows) { return Panels(rows).count; }
 
 template <typename T>
 static int64_t dense_bytes(int64_t rows, int64_t k) {
-  return RowPanels(rows).vectors * W * (k / kUnit<T>) * 4;
+  return Panels(rows).vectors * W * (k / kUnit<T>) * 4;
 }
 
 template <typename T>
 static void dense_pack(const DenseArgs& args, int64_t panel) {
-  const RowPanels panels(args.rows);
+  const Panels panels(args.rows);
   const int64_t units = args.k / kUnit<T>, begin = panels.first(panel), width = panels.first(panel + 1) - begin;
   char* to = static_cast<char*>(args.packed) + begin * W * units * 4;
   for (int64_t v = 0; v < width; ++v) {
@@ -96,31 +88,16 @@ static void dense_finish(const DenseArgs& args, const float* sums, int64_t row0,
   }
 }
 
-template <typename T>
-static void dense_tiles(int64_t vectors, const uint32_t* weight, const char* rows, int64_t units, float* sums,
-                        int64_t columns) {
-  static_assert(NR <= 4);
-  const int64_t stride = vectors * W;
-  const float* none = sums;  // a factor that only adding tiles read
-  if (vectors == 1) return tiles<T, 1, false>(weight, units, rows, units, sums, stride, none, columns);
-  if constexpr (NR >= 2)
-    if (vectors == 2) return tiles<T, 2, false>(weight, units, rows, units, sums, stride, none, columns);
-  if constexpr (NR >= 4) {
-    if (vectors == 3) return tiles<T, 3, false>(weight, units, rows, units, sums, stride, none, columns);
-    return tiles<T, 4, false>(weight, units, rows, units, sums, stride, none, columns);
-  }
-}
-
 template <typename T, Activation kind>
 static void dense_panel(const DenseArgs& args, int64_t panel, int64_t n_begin, int64_t n_end) {
-  const RowPanels panels(args.rows);
+  const Panels panels(args.rows);
   const int64_t units = args.k / kUnit<T>, begin = panels.first(panel), width = panels.first(panel + 1) - begin;
   const char* rows = static_cast<const char*>(args.packed) + begin * W * units * 4;
   const uint32_t* weight = static_cast<const uint32_t*>(args.weight);
   alignas(64) float sums[kDenseColumns * P];
   for (int64_t n = n_begin; n < n_end; n += kDenseColumns) {
     const int64_t columns = at_most(kDenseColumns, n_end - n);
-    dense_tiles<T>(width, weight + n * units, rows, units, sums, columns);
+    panel_tiles<T, false>(width, weight + n * units, units, rows, units, sums, width * W, sums, columns);
     dense_finish<T, kind>(args, sums, begin * W, width, n, columns);
   }
 }

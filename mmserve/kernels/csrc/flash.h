@@ -17,10 +17,10 @@ static_assert(kFlashRows % MR == 0 && kBlockKeys % P == 0 && kPackStep % P == 0)
 LANES int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 LANES int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Dv in vectors, split over panels as evenly as it goes: 5 vectors are 3 + 2, not 4 + 1.
-struct ValuePanels {
+// A count of lanes in vectors, split over panels as evenly as it goes: 5 vectors are 3 + 2, not 4 + 1.
+struct Panels {
   int64_t vectors, count;
-  LANES explicit ValuePanels(int64_t dv) : vectors(ceil_div(dv, W)), count(ceil_div(vectors, NR)) {}
+  LANES explicit Panels(int64_t lanes) : vectors(ceil_div(lanes, W)), count(ceil_div(vectors, NR)) {}
   LANES int64_t first(int64_t panel) const { return panel * vectors / count; }
 };
 
@@ -29,7 +29,7 @@ LANES int64_t padded_keys(int64_t keys) { return ceil_div(keys, P) * P; }
 template <typename T>
 static PackSizes flash_sizes(const AttentionArgs& args, int64_t num_keys) {
   const int64_t keys = padded_keys(num_keys);
-  return {keys * (args.d / kUnit<T>)*4, (keys / kUnit<T>)*ValuePanels(args.dv).vectors * W * 4};
+  return {keys * (args.d / kUnit<T>)*4, (keys / kUnit<T>)*Panels(args.dv).vectors * W * 4};
 }
 
 LANES int64_t slot_of(const KeySource& source, int64_t key) {
@@ -43,7 +43,7 @@ static void flash_pack(const AttentionArgs& args, const FlashJob& job, int64_t k
   const T* key = static_cast<const T*>(source.key) + job.kv_head * source.key_head;
   const T* value = static_cast<const T*>(source.value) + job.kv_head * source.value_head;
   const int64_t units = args.d / kUnit<T>, all_keys = padded_keys(job.num_keys);
-  const ValuePanels panels(args.dv);
+  const Panels panels(args.dv);
   char* packed_keys = static_cast<char*>(job.keys);
   char* packed_values = static_cast<char*>(job.values);
 
@@ -114,16 +114,17 @@ static void tiles(const uint32_t* a, int64_t lda, const char* b, int64_t units, 
   if (r < rows) tile<T, 1, N, kAdd>(a + r * lda, lda, b, units, c + r * ldc, ldc, alpha + r);
 }
 
-template <typename T>
-static void add_values(int64_t vectors, const uint32_t* a, int64_t lda, const char* b, int64_t units, float* c,
-                       int64_t ldc, const float* alpha, int64_t rows) {
+// `tiles` for a panel of so many vectors; `alpha` is read only where c is added to.
+template <typename T, bool kAdd>
+static void panel_tiles(int64_t vectors, const uint32_t* a, int64_t lda, const char* b, int64_t units, float* c,
+                        int64_t ldc, const float* alpha, int64_t rows) {
   static_assert(NR <= 4);
-  if (vectors == 1) return tiles<T, 1, true>(a, lda, b, units, c, ldc, alpha, rows);
+  if (vectors == 1) return tiles<T, 1, kAdd>(a, lda, b, units, c, ldc, alpha, rows);
   if constexpr (NR >= 2)
-    if (vectors == 2) return tiles<T, 2, true>(a, lda, b, units, c, ldc, alpha, rows);
+    if (vectors == 2) return tiles<T, 2, kAdd>(a, lda, b, units, c, ldc, alpha, rows);
   if constexpr (NR >= 4) {
-    if (vectors == 3) return tiles<T, 3, true>(a, lda, b, units, c, ldc, alpha, rows);
-    return tiles<T, 4, true>(a, lda, b, units, c, ldc, alpha, rows);
+    if (vectors == 3) return tiles<T, 3, kAdd>(a, lda, b, units, c, ldc, alpha, rows);
+    return tiles<T, 4, kAdd>(a, lda, b, units, c, ldc, alpha, rows);
   }
 }
 
@@ -139,7 +140,7 @@ struct FlashScratch {
   float *top, *sum, *alpha;  // [rows]
 
   FlashScratch(const AttentionArgs& args, char* at)
-      : query_units(args.d / kUnit<T>), out_width(ValuePanels(args.dv).vectors * W) {
+      : query_units(args.d / kUnit<T>), out_width(Panels(args.dv).vectors * W) {
     scores = reinterpret_cast<float*>(at);
     weights = reinterpret_cast<uint32_t*>(at += kScores);
     out = reinterpret_cast<float*>(at += kScores / kUnit<T>);
@@ -150,7 +151,7 @@ struct FlashScratch {
   }
   static int64_t bytes(const AttentionArgs& args) {
     const int64_t fixed = kScores + kScores / kUnit<T> + 3 * kFlashRows * 4;
-    return ceil_div(fixed + kFlashRows * 4 * (args.d / kUnit<T> + ValuePanels(args.dv).vectors * W), 64) * 64;
+    return ceil_div(fixed + kFlashRows * 4 * (args.d / kUnit<T> + Panels(args.dv).vectors * W), 64) * 64;
   }
 };
 
@@ -226,7 +227,7 @@ static void flash_rows(const AttentionArgs& args, const FlashJob& job, int64_t r
   }
   for (int64_t i = 0; i < rows * at.out_width; i += W) f_store(at.out + i, f_set(0.0f));
 
-  const ValuePanels panels(args.dv);
+  const Panels panels(args.dv);
   const int64_t all_keys = padded_keys(job.num_keys);
   const char* packed_keys = static_cast<const char*>(job.keys);
   const char* packed_values = static_cast<const char*>(job.values);
@@ -244,7 +245,7 @@ static void flash_rows(const AttentionArgs& args, const FlashJob& job, int64_t r
       const int64_t begin = panels.first(p), vectors = panels.first(p + 1) - begin;
       const char* values =
           packed_values + (begin * (all_keys / kUnit<T>) + start / kUnit<T> * vectors) * W * 4;
-      add_values<T>(vectors, at.weights, kBlockKeys / kUnit<T>, values, width / kUnit<T>, at.out + begin * W,
+      panel_tiles<T, true>(vectors, at.weights, kBlockKeys / kUnit<T>, values, width / kUnit<T>, at.out + begin * W,
                     at.out_width, at.alpha, rows);
     }
   }

@@ -32,6 +32,23 @@ void check_product(const at::Tensor& x, const at::Tensor& weight) {
   TORCH_CHECK(k * x.element_size() % 4 == 0, "k must be even for bfloat16");
 }
 
+// Each row of x through f(kernels, from, to, width).
+template <typename Function>
+at::Tensor rows_mapped(const at::Tensor& x, const Function& f) {
+  check_element_type(x, "x");
+  TORCH_CHECK(x.is_contiguous(), "x must be contiguous");
+  at::Tensor out = at::empty_like(x);
+  const int64_t width = x.size(-1), rows = width ? x.numel() / width : 0;
+  const int64_t bytes = width * static_cast<int64_t>(x.element_size());
+  const Kernels& kernels = kernels_for(x.element_size());
+  const char* from = static_cast<const char*>(x.const_data_ptr());
+  char* to = static_cast<char*>(out.data_ptr());
+  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) f(kernels, from + row * bytes, to + row * bytes, width);
+  });
+  return out;
+}
+
 }  // namespace
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias, const MaybeTensor& residual) {
@@ -68,8 +85,8 @@ void run_dense(const Kernels& kernels, DenseArgs args, int64_t element_size) {
   });
   // A band of weight rows stays in a core's own cache while panels of rows pass; a few panels an item, so that
   // threads come out even. Items of one band follow each other.
-  constexpr int64_t kBandBytes = 256 << 10, kColumns = 48, kPanels = 4;
-  const int64_t band = std::max<int64_t>(1, kBandBytes / (args.k * element_size) / kColumns) * kColumns;
+  constexpr int64_t kBandBytes = 256 << 10, kPanels = 4;
+  const int64_t band = std::max<int64_t>(1, kBandBytes / (args.k * element_size) / kDenseColumns) * kDenseColumns;
   const int64_t runs = (panels + kPanels - 1) / kPanels, bands = (args.n + band - 1) / band;
   for_each_item(bands * runs, [&](int64_t item, int64_t) {
     const int64_t n = item / runs * band, first = item % runs * kPanels;
@@ -94,39 +111,18 @@ at::Tensor dense(const at::Tensor& x, const at::Tensor& weight, const MaybeTenso
 }
 
 at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
-  check_element_type(x, "x");
-  TORCH_CHECK(x.is_contiguous(), "x must be contiguous");
   check_same(weight, x, {x.size(-1)}, "weight");
   check_same(bias, x, {x.size(-1)}, "bias");
-  at::Tensor out = at::empty_like(x);
-  const int64_t width = x.size(-1), rows = width ? x.numel() / width : 0;
-  const int64_t bytes = width * static_cast<int64_t>(x.element_size());
-  const Kernels& kernels = kernels_for(x.element_size());
-  const char* from = static_cast<const char*>(x.const_data_ptr());
-  char* to = static_cast<char*>(out.data_ptr());
-  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      kernels.layer_norm(from + row * bytes, weight.const_data_ptr(), bias.const_data_ptr(), static_cast<float>(eps),
-                         to + row * bytes, width);
+  return rows_mapped(x, [&](const Kernels& kernels, const char* from, char* to, int64_t width) {
+    kernels.layer_norm(from, weight.const_data_ptr(), bias.const_data_ptr(), static_cast<float>(eps), to, width);
   });
-  return out;
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  check_element_type(x, "x");
-  TORCH_CHECK(x.is_contiguous(), "x must be contiguous");
   check_same(weight, x, {x.size(-1)}, "weight");
-  at::Tensor out = at::empty_like(x);
-  const int64_t width = x.size(-1), rows = width ? x.numel() / width : 0;
-  const int64_t bytes = width * static_cast<int64_t>(x.element_size());
-  const Kernels& kernels = kernels_for(x.element_size());
-  const char* from = static_cast<const char*>(x.const_data_ptr());
-  char* to = static_cast<char*>(out.data_ptr());
-  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      kernels.rms_norm(from + row * bytes, weight.const_data_ptr(), static_cast<float>(eps), to + row * bytes, width);
+  return rows_mapped(x, [&](const Kernels& kernels, const char* from, char* to, int64_t width) {
+    kernels.rms_norm(from, weight.const_data_ptr(), static_cast<float>(eps), to, width);
   });
-  return out;
 }
 
 at::Tensor silu_mul(const at::Tensor& gate_up) {

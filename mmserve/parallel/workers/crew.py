@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from mmserve.errors import MMServeError, WorkerError
 from mmserve.parallel.workers.wire import Hello, Leave, Left, Lost, Setup, Stop, encode, receive, send
 
-__all__ = ["Crew", "Member", "start_local"]
+__all__ = ["Crew", "Member", "child_environment", "start_local"]
 
 _PATIENCE = 5.0
 """Seconds for a worker to end by itself, or to say why something else went wrong, before it is ended."""
@@ -43,20 +43,29 @@ class Member:
         return f"the worker of rank {self.rank}" + (f" ({self.where})" if self.where else "")
 
 
-def start_local(count: int) -> list[Member]:
+def child_environment() -> dict[str, str]:
+    """This process's environment and module path, for a child that runs the same interpreter."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def start_local(count: int, module: str = "mmserve.parallel.workers.worker") -> list[Member]:
     """`count` worker processes on this machine, ranks 1 to `count`.
 
     They run this interpreter on this process's module path, in sessions of their own (Ctrl-C is the driver's), and
     import nothing of the caller's script: a script needs no `if __name__ == "__main__"`.
+
+    Args:
+        count: How many.
+        module: What they run, with the number of their end of a connection as its argument.
     """
     members: list[Member] = []
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    environment = child_environment()
     try:
         for rank in range(1, count + 1):
             ours, theirs = socket.socketpair()
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "mmserve.parallel.workers.worker", str(theirs.fileno())],
+                    [sys.executable, "-m", module, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     env=environment,
                     stdin=subprocess.DEVNULL,

@@ -92,13 +92,9 @@ def _work(connection: Connection, setup: Setup, folder: Path | None) -> bool:
     if not isinstance(start, Start):
         return isinstance(start, Leave)
     limits = start.limits
-    runner = ModelRunner(
+    runner = ModelRunner.for_limits(
         model,
-        num_blocks=limits.num_blocks,
-        groups=limits.groups,
-        block_size=limits.block_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
+        limits,
         unsampled=start.unsampled,
         device=device,
         samples=place.samples,

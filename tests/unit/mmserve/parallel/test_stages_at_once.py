@@ -50,13 +50,9 @@ class ThreadTeam:
         return []
 
     def run_with(self, runner: ModelRunner, limits: SchedulerLimits, unsampled: Sequence[int]) -> ParallelRunner:
-        later = ModelRunner(
+        later = ModelRunner.for_limits(
             self._model,
-            num_blocks=limits.num_blocks,
-            groups=limits.groups,
-            block_size=limits.block_size,
-            max_num_seqs=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
+            limits,
             unsampled=unsampled,
             encodes=False,
         )
