@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmserve.assembly import load_processor, resolve_folder
 from mmserve.bench.report import json_line, machine, table
 from mmserve.config import EngineConfig
 from processors import PromptProcessor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 __all__ = ["render", "run"]
 
@@ -42,42 +47,18 @@ def run(
         "speedup", "repeat_ms"}; `overhead` is this layer's time over the bare processor's, minus 1, a picture at a
         time; `speedup` is side by side against one after the other, both through this layer.
     """
-    import numpy
-    from PIL import Image
-    from transformers import AutoProcessor
-
     folder = resolve_folder(model)
     load_processor(folder, EngineConfig())  # an error of ours if there is none
+    pictures = _noise(num_images, size)
+    with ExitStack() as stack:
 
-    random = numpy.random.default_rng(0)
-    shape = (size[1], size[0], 3)
-    pictures = [Image.fromarray(random.integers(0, 256, shape, dtype=numpy.uint8)) for _ in range(num_images)]
-    bare = AutoProcessor.from_pretrained(str(folder))
-    single = PromptProcessor.from_pretrained(folder, cache_bytes=0, workers=1)
-    parallel = PromptProcessor.from_pretrained(folder, cache_bytes=0, workers=workers)
-    kept = PromptProcessor.from_pretrained(folder)
-    tokens = single.process(_TEXT, pictures[:1]).num_image_tokens
-    kept.process(_TEXT, pictures[:1])
+        def layer(**options: Any) -> PromptProcessor:
+            return stack.enter_context(closing(PromptProcessor.from_pretrained(folder, **options)))
 
-    def bare_call(picture: Image.Image) -> object:
-        content = [{"type": "image", "image": picture}, {"type": "text", "text": _TEXT}]
-        return bare.apply_chat_template(
-            [{"role": "user", "content": content}],
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            add_generation_prompt=True,
-        )
-
-    one_by_one: Sequence[tuple[str, Callable[[], object]]] = (
-        ("bare", lambda: [bare_call(picture) for picture in pictures]),
-        ("layer", lambda: [parallel.process(_TEXT, [picture]) for picture in pictures]),
-        ("one prompt, one thread", lambda: single.process(_TEXT, pictures)),
-        ("one prompt, side by side", lambda: parallel.process(_TEXT, pictures)),
-        ("seen before", lambda: [kept.process(_TEXT, pictures[:1]) for _ in pictures]),
-    )
-    seconds = {name: min(_time(call) for _ in range(repeats)) for name, call in one_by_one}
-    parallel.close()
+        layers = _Layers(layer(cache_bytes=0, workers=1), layer(cache_bytes=0, workers=workers), layer())
+        tokens = layers.kept.process(_TEXT, pictures[:1]).num_image_tokens
+        calls = _calls(_bare_call(folder), layers, pictures)
+        seconds = {name: min(_time(call) for _ in range(repeats)) for name, call in calls.items()}
     return {
         "machine": machine(),
         "model": str(model),
@@ -89,6 +70,55 @@ def run(
         "overhead": seconds["layer"] / seconds["bare"] - 1,
         "speedup": seconds["one prompt, one thread"] / seconds["one prompt, side by side"],
         "repeat_ms": 1000 * seconds["seen before"] / num_images,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """This layer three times: on one thread, on several, and with a cache that knows the first picture."""
+
+    single: PromptProcessor
+    parallel: PromptProcessor
+    kept: PromptProcessor
+
+
+def _noise(count: int, size: tuple[int, int]) -> list[Image]:
+    import numpy
+    from PIL import Image
+
+    random = numpy.random.default_rng(0)
+    return [Image.fromarray(random.integers(0, 256, (size[1], size[0], 3), dtype=numpy.uint8)) for _ in range(count)]
+
+
+def _bare_call(folder: Path) -> Callable[[Image], object]:
+    """The Hugging Face processor's own way from a picture and a text to tensors."""
+    from transformers import AutoProcessor
+
+    bare = AutoProcessor.from_pretrained(str(folder))
+
+    def call(picture: Image) -> object:
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": _TEXT}]
+        return bare.apply_chat_template(
+            [{"role": "user", "content": content}],
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            add_generation_prompt=True,
+        )
+
+    return call
+
+
+def _calls(
+    bare: Callable[[Image], object], layers: _Layers, pictures: Sequence[Image]
+) -> dict[str, Callable[[], object]]:
+    """What is timed, under the names of the result; each call goes once through all pictures."""
+    return {
+        "bare": lambda: [bare(picture) for picture in pictures],
+        "layer": lambda: [layers.parallel.process(_TEXT, [picture]) for picture in pictures],
+        "one prompt, one thread": lambda: layers.single.process(_TEXT, pictures),
+        "one prompt, side by side": lambda: layers.parallel.process(_TEXT, pictures),
+        "seen before": lambda: [layers.kept.process(_TEXT, pictures[:1]) for _ in pictures],
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -148,6 +148,39 @@ class SequenceRecord:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the T packed tokens come from: those of chunk i are `offsets[i]` to `offsets[i + 1] - 1`.
+
+    Attributes:
+        query_lens, key_lens: Per chunk, its tokens, and those its last one looks at.
+        offsets: [chunks + 1], int64.
+        sequence: [T], int64: which chunk a token is of.
+        absolute: [T], int64: its place in its own sequence.
+    """
+
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    offsets: npt.NDArray[np.int64]
+    sequence: npt.NDArray[np.int64]
+    absolute: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, chunks: Sequence[ScheduledChunk]) -> _Layout:
+        query_lens = tuple(chunk.num_tokens for chunk in chunks)
+        offsets = np.zeros(len(chunks) + 1, dtype=np.int64)
+        np.cumsum(query_lens, out=offsets[1:])
+        starts = np.fromiter((chunk.start for chunk in chunks), dtype=np.int64, count=len(chunks))
+        sequence = np.repeat(np.arange(len(chunks)), query_lens)
+        return cls(
+            query_lens=query_lens,
+            key_lens=tuple(chunk.start + chunk.num_tokens for chunk in chunks),
+            offsets=offsets,
+            sequence=sequence,
+            absolute=np.arange(len(sequence)) + (starts - offsets[:-1])[sequence],
+        )
+
+
 def pack(
     chunks: Sequence[ScheduledChunk],
     records: Sequence[SequenceRecord],
@@ -158,68 +191,74 @@ def pack(
     with_sequences: bool,
 ) -> PackedBatch:
     """One forward's input for `chunks`, whose requests' `records` are in the same order."""
-    query_lens = [chunk.num_tokens for chunk in chunks]
-    key_lens = [chunk.start + chunk.num_tokens for chunk in chunks]
-    offsets = np.zeros(len(chunks) + 1, dtype=np.int64)
-    np.cumsum(query_lens, out=offsets[1:])
-    total = int(offsets[-1])
-    rows = np.fromiter((record.row for record in records), dtype=np.int64, count=len(records))
-    width = max(-(-length // tables.block_size) for length in key_lens)
-
-    token_ids = np.empty(total, dtype=np.int64)
-    for chunk, record, at in zip(chunks, records, offsets.tolist()[:-1], strict=True):
-        token_ids[at : at + chunk.num_tokens] = record.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-    sequence = np.repeat(np.arange(len(chunks)), query_lens)
-    starts = np.fromiter((chunk.start for chunk in chunks), dtype=np.int64, count=len(chunks))
-    absolute = np.arange(total) - offsets[sequence] + starts[sequence]
-
-    def to(array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
-    def over(group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block tables and slots of a group."""
-        block_tables = tables.blocks[group][rows, :width]
-        slots = block_tables[sequence, absolute // tables.block_size].astype(np.int64) * tables.block_size
-        return to(np.ascontiguousarray(block_tables)), to(slots + absolute % tables.block_size)
-
-    block_tables, slots = over(0)
-    attention = AttentionMetadata(
-        query_lens=tuple(query_lens),
-        key_lens=tuple(key_lens),
-        cu_seqlens_q=to(offsets.astype(np.int32)),
-        key_lens_tensor=to(np.asarray(key_lens, dtype=np.int32)),
-        spans=tuple(_spans(chunk, record) for chunk, record in zip(chunks, records, strict=True)),
-        block_tables=block_tables,
-        slot_mapping=slots,
-    )
+    layout = _Layout.of(chunks)
+    attention, *more_attention = _attention(chunks, records, layout, tables, device)
+    sequences = zip(chunks, records, strict=True) if with_sequences else ()
     return PackedBatch(
-        token_ids=to(token_ids),
-        positions=to(_positions(chunks, records, absolute, sequence, offsets)),
-        placements=tuple(_placements(chunks, records, offsets, images, device)),
+        token_ids=_to(_token_ids(chunks, records, layout), device),
+        positions=_to(_positions(chunks, records, layout), device),
+        placements=tuple(_placements(chunks, records, layout, images, device)),
         attention=attention,
-        more_attention=tuple(
-            replace(attention, block_tables=block_tables, slot_mapping=slots, scratch={})
-            for block_tables, slots in map(over, range(1, len(tables.groups)))
-        ),
-        logit_indices=to(_logit_indices(chunks, records, offsets)),
-        sequences=tuple(
-            SequenceInput(record.request_id, record.prompt, chunk.start)
-            for chunk, record in zip(chunks, records, strict=True)
-        )
-        if with_sequences
-        else (),
+        more_attention=tuple(more_attention),
+        logit_indices=_to(_logit_indices(chunks, records, layout), device),
+        sequences=tuple(SequenceInput(record.request_id, record.prompt, chunk.start) for chunk, record in sequences),
     )
+
+
+def _to(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def _token_ids(
+    chunks: Sequence[ScheduledChunk], records: Sequence[SequenceRecord], layout: _Layout
+) -> npt.NDArray[np.int64]:
+    token_ids = np.empty(len(layout.sequence), dtype=np.int64)
+    for chunk, record, at in zip(chunks, records, layout.offsets.tolist()[:-1], strict=True):
+        token_ids[at : at + chunk.num_tokens] = record.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    return token_ids
+
+
+def _attention(
+    chunks: Sequence[ScheduledChunk],
+    records: Sequence[SequenceRecord],
+    layout: _Layout,
+    tables: BlockTables,
+    device: torch.device,
+) -> list[AttentionMetadata]:
+    """What attention needs to know, for each of the cache's groups: only blocks and slots differ."""
+    rows = np.fromiter((record.row for record in records), dtype=np.int64, count=len(records))
+    width = max(-(-length // tables.block_size) for length in layout.key_lens)
+    block, within = layout.absolute // tables.block_size, layout.absolute % tables.block_size
+    cu_seqlens_q = _to(layout.offsets.astype(np.int32), device)
+    key_lens_tensor = _to(np.asarray(layout.key_lens, dtype=np.int32), device)
+    spans = tuple(_spans(chunk, record) for chunk, record in zip(chunks, records, strict=True))
+    groups = []
+    for blocks in tables.blocks:
+        block_tables = blocks[rows, :width]
+        slots = block_tables[layout.sequence, block].astype(np.int64) * tables.block_size + within
+        groups.append(
+            AttentionMetadata(
+                query_lens=layout.query_lens,
+                key_lens=layout.key_lens,
+                cu_seqlens_q=cu_seqlens_q,
+                key_lens_tensor=key_lens_tensor,
+                spans=spans,
+                block_tables=_to(np.ascontiguousarray(block_tables), device),
+                slot_mapping=_to(slots, device),
+            )
+        )
+    return groups
 
 
 def _logit_indices(
-    chunks: Sequence[ScheduledChunk], records: Sequence[SequenceRecord], offsets: npt.NDArray[np.int64]
+    chunks: Sequence[ScheduledChunk], records: Sequence[SequenceRecord], layout: _Layout
 ) -> npt.NDArray[np.int64]:
     """Packed indices, chunk by chunk: those to report on, then the one to sample from."""
     if all(record.new.sampling.prompt_logprobs is None for record in records):
         samples = np.fromiter((chunk.samples for chunk in chunks), dtype=bool, count=len(chunks))
-        return offsets[1:][samples] - 1
+        return layout.offsets[1:][samples] - 1
     wanted: list[int] = []
-    for chunk, record, at in zip(chunks, records, offsets.tolist(), strict=False):
+    for chunk, record, at in zip(chunks, records, layout.offsets.tolist()[:-1], strict=True):
         wanted += range(at, at + record.num_report_rows(chunk))
         if chunk.samples:
             wanted.append(at + chunk.num_tokens - 1)
@@ -227,17 +266,13 @@ def _logit_indices(
 
 
 def _positions(
-    chunks: Sequence[ScheduledChunk],
-    records: Sequence[SequenceRecord],
-    absolute: npt.NDArray[np.int64],
-    sequence: npt.NDArray[np.int64],
-    offsets: npt.NDArray[np.int64],
+    chunks: Sequence[ScheduledChunk], records: Sequence[SequenceRecord], layout: _Layout
 ) -> npt.NDArray[np.int64]:
     """Positions [P, T]: generated tokens by their request's delta, prompt tokens from its plan."""
     deltas = np.fromiter((record.plan.delta for record in records), dtype=np.int64, count=len(records))
     num_rows = records[0].plan.positions.shape[0]
-    positions = np.repeat((absolute + deltas[sequence])[None], num_rows, axis=0)
-    for chunk, record, at in zip(chunks, records, offsets.tolist(), strict=False):
+    positions = np.repeat((layout.absolute + deltas[layout.sequence])[None], num_rows, axis=0)
+    for chunk, record, at in zip(chunks, records, layout.offsets.tolist()[:-1], strict=True):
         stop = min(chunk.start + chunk.num_tokens, record.num_prompt)
         if chunk.start < stop:
             positions[:, at : at + stop - chunk.start] = record.plan.positions[:, chunk.start : stop]
@@ -247,12 +282,12 @@ def _positions(
 def _placements(
     chunks: Sequence[ScheduledChunk],
     records: Sequence[SequenceRecord],
-    offsets: npt.NDArray[np.int64],
+    layout: _Layout,
     images: Mapping[str, ImageRows],
     device: torch.device,
 ) -> list[RowPlacement]:
     placements = []
-    for chunk, record, at in zip(chunks, records, offsets.tolist(), strict=False):
+    for chunk, record, at in zip(chunks, records, layout.offsets.tolist()[:-1], strict=True):
         stop = chunk.start + chunk.num_tokens
         for image in record.images_between(chunk.start, stop):
             first, last = np.searchsorted(image.positions, (chunk.start, stop))
