@@ -9,23 +9,16 @@ again. It counts every page that was resident at once: allocated ones, and mappe
 
 from __future__ import annotations
 
-import gc
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from mmserve.bench.report import json_line, table
-from mmserve.errors import MMServeError
+from mmserve.bench.resident import MiB, apart, reset_peak, resident, say_result
 
 __all__ = ["render", "run"]
-
-_STATUS: Final = Path("/proc/self/status")
-_RESET: Final = Path("/proc/self/clear_refs")
-_MiB: Final = 2**20
 
 
 def run(model: Path, *, dtype: str = "auto") -> dict[str, Any]:
@@ -38,14 +31,7 @@ def run(model: Path, *, dtype: str = "auto") -> dict[str, Any]:
     Raises:
         MMServeError: The system is not Linux, or the model can not be loaded; says why.
     """
-    if not _STATUS.is_file() or not _RESET.is_file():
-        raise MMServeError("the peak of memory is read from Linux' /proc, which is not here")
-    command = [sys.executable, "-m", "mmserve.bench.loading", str(model), dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise MMServeError(f"{model} could not be loaded: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return apart("mmserve.bench.loading", [str(model), dtype], f"{model} could not be loaded")
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -63,25 +49,24 @@ def _measure(model: Path, dtype: str) -> dict[str, Any]:
     from mmserve.model import load_model
 
     load_model(demo_model_folder(), block_size=16, device="cpu", dtype=dtype)
-    gc.collect()
-    before = _resident()["VmRSS"]
-    _RESET.write_text("5", encoding="ascii")
+    reset_peak()
+    before = resident().now
     started = time.perf_counter()
     loaded = load_model(model, block_size=16, device="cpu", dtype=dtype)
     seconds = time.perf_counter() - started
-    after = _resident()
+    after = resident()
     about = loaded.describe()
     total, largest = _sizes(loaded)
-    peak = after["VmHWM"] - before
+    peak = after.peak - before
     return {
         "model": str(model),
         "dtype": about["dtype"],
         "path": about["path"],
         "seconds": seconds,
-        "model_size": total / _MiB,
-        "largest_tensor": largest / _MiB,
-        "peak": peak / _MiB,
-        "kept": (after["VmRSS"] - before) / _MiB,
+        "model_size": total / MiB,
+        "largest_tensor": largest / MiB,
+        "peak": peak / MiB,
+        "kept": (after.now - before) / MiB,
         "ratio": peak / total,
     }
 
@@ -92,23 +77,11 @@ def _sizes(loaded: Any) -> tuple[int, int]:
     return sum(sizes), max(sizes)
 
 
-def _resident() -> dict[str, int]:
-    """Bytes resident now (VmRSS) and at most since the last reset (VmHWM)."""
-    lines = dict(line.split(":", 1) for line in _STATUS.read_text(encoding="ascii").splitlines())
-    return {name: int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")}
-
-
 def _main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    try:
-        result = _measure(Path(sys.argv[1]), sys.argv[2])
-    except MMServeError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 1
-    print(json_line(result))  # noqa: T201
-    return 0
+    return say_result(lambda: _measure(Path(sys.argv[1]), sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`mmserve bench compare | offline | attention | processors | scheduler | loading | parallel`: each ends in JSON."""
+"""`mmserve bench compare | offline | attention | processors | ...`: each ends in one line of JSON."""
 
 from __future__ import annotations
 
@@ -110,6 +110,24 @@ def loading(model: Path | None, shape: str, dtype: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = model if model is not None else build_shape(shape, Path(scratch) / shape)
         click.echo(render(run(folder, dtype=dtype)))
+
+
+@bench.command()
+@_MODEL
+@click.option("--shape", default=_SHAPE, show_default=True, help="Without --model: random weights in this shape.")
+@click.option("--dtype", default="auto", show_default=True)
+@click.option("--requests", type=click.IntRange(1), default=8, show_default=True, help="At once, a new picture each.")
+@click.option("--tokens", type=click.IntRange(1), default=16, show_default=True, help="To generate, a request.")
+@click.option("--cache", type=click.IntRange(1), default=256, show_default=True, help="MiB for keys and values.")
+def memory(model: Path | None, shape: str, dtype: str, requests: int, tokens: int, cache: int) -> None:
+    """The peak of memory while requests are answered, against the weights and the cache that was asked for."""
+    from mmserve.bench.memory import Workload, render, run
+    from mmserve.bench.resident import MiB
+    from mmserve.bench.shapes import build_shape
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model if model is not None else build_shape(shape, Path(scratch) / shape)
+        click.echo(render(run(folder, dtype=dtype, workload=Workload(requests, tokens, cache * MiB))))
 
 
 @bench.command()
