@@ -39,7 +39,7 @@ def own_folder(tmp_path: Path) -> Path:
 
 def test_a_family_as_json() -> None:
     result = CliRunner().invoke(main, ["conformance", "--family", "llama", "--json", *SHORT])
-    (line,) = result.output.splitlines()
+    (line,) = result.stdout.splitlines()
     answer = json.loads(line)
     assert result.exit_code == 0
     assert (answer["name"], answer["path"], answer["compared"], answer["failure"]) == ("llama", "paged", "text", None)
