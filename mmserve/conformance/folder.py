@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,15 @@ __all__ = ["folder_subject"]
 _SIZES = ((224, 224), (320, 192))
 """Of the made-up pictures, width and height."""
 _QUESTIONS = ("What is in this picture?", "What differs between these pictures?", "Describe the colours of this.")
-_TEXT = "Name three things that are larger than a house."
+_TEXTS = (
+    "Name three things that are larger than a house.",
+    "Why?",
+    "Write a short poem about the sea in the north, and say after it how many lines and how many words it has.",
+)
 
 
 def folder_subject(folder: Path) -> Subject:
-    """Prompts for the model in `folder`: one image, two of different sizes, one more, and text alone if it takes that.
+    """Prompts for the model in `folder`: one image, another question to it; two of different sizes, and text, if taken.
 
     Raises:
         ModelLoadError: The folder holds no model, or an image+text model without a processor that can be used.
@@ -47,20 +52,23 @@ def folder_subject(folder: Path) -> Subject:
             raise
         return _text_subject(folder, config)
     if not takes_images(config):
-        return Subject(folder.name, folder, (_text_prompt(processor),), "text", generate_inputs)
+        texts = tuple(_text_prompt(processor, text) for text in _TEXTS)
+        return Subject(folder.name, folder, texts, "text", generate_inputs)
     first, second = _picture(0), _picture(1)
-    prompts = [
-        _prompt(processor, _QUESTIONS[0], first),
-        _prompt(processor, _QUESTIONS[1], second, first),
-        _prompt(processor, _QUESTIONS[2], first),
-    ]
-    compared = "one image, two images of different sizes"
+    one = _prompt(processor, _QUESTIONS[0], first)
+    two = _if_taken(lambda: _prompt(processor, _QUESTIONS[1], second, first))
+    text = _if_taken(lambda: _text_prompt(processor, _TEXTS[0]))
+    prompts = (one, *two, _prompt(processor, _QUESTIONS[2], first), *text)
+    compared = (["text"] if text else []) + ["one image"] + (["two images of different sizes"] if two else [])
+    return Subject(folder.name, folder, prompts, ", ".join(compared), generate_inputs)
+
+
+def _if_taken(make: Callable[[], ProcessedPrompt]) -> tuple[ProcessedPrompt, ...]:
+    """A prompt; none for a family that takes no such prompt, which the report then does not claim."""
     try:
-        prompts.append(_text_prompt(processor))
-        compared = f"text, {compared}"
+        return (make(),)
     except InputError:
-        pass  # a family that takes no text alone; the report does not claim it
-    return Subject(folder.name, folder, tuple(prompts), compared, generate_inputs)
+        return ()
 
 
 def _prompt(processor: PromptProcessor, question: str, *pictures: Image) -> ProcessedPrompt:
@@ -68,8 +76,8 @@ def _prompt(processor: PromptProcessor, question: str, *pictures: Image) -> Proc
     return process_request(processor, GenerationRequest(prompt=question, images=images))
 
 
-def _text_prompt(processor: PromptProcessor) -> ProcessedPrompt:
-    return process_request(processor, GenerationRequest(prompt=_TEXT))
+def _text_prompt(processor: PromptProcessor, text: str) -> ProcessedPrompt:
+    return process_request(processor, GenerationRequest(prompt=text))
 
 
 def _text_subject(folder: Path, config: Any) -> Subject:

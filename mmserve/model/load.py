@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from collections.abc import Mapping, Sequence
@@ -116,10 +117,10 @@ class _Source:
     rank: RankShape | None = None
 
     def build(self) -> LoadedModel:
-        """A new model, every weight loaded."""
+        """A new model, every weight loaded, with a config of its own: routing a model's attention changes it."""
         built = build_model(
             self.checkpoint,
-            self.config,
+            copy.deepcopy(self.config),
             self.precision,
             self.device,
             trust_remote_code=self.trust_remote_code,
@@ -254,6 +255,14 @@ def _plain_logits(loaded: LoadedModel, stage: StageLink | None) -> torch.Tensor:
 
 
 def _replace(model: Any, layers: Sequence[PagedLayer], wish: _Wish) -> tuple[Replacement, ...]:
+    """Replace what can be, and log each kind: what was replaced, and what was left alone and why."""
+    done = _replaced(model, layers, wish)
+    for each in done:
+        _log.info("replaced %d: %s%s", each.count, each.what, f" ({each.declined})" if each.declined else "")
+    return done
+
+
+def _replaced(model: Any, layers: Sequence[PagedLayer], wish: _Wish) -> tuple[Replacement, ...]:
     """Faster layers go with the native attention: where that was not chosen, nothing else is native either."""
     from mmserve.model.replace import Replacement, replace_layers
 
@@ -262,10 +271,7 @@ def _replace(model: Any, layers: Sequence[PagedLayer], wish: _Wish) -> tuple[Rep
     native = frozenset(layer.module for layer in layers if layer.choice.backend.name == "native")
     if not native:
         return (Replacement("layers", 0, "the native attention backend serves none of the layers"),)
-    done = replace_layers(model, {layer.module: layer.spec for layer in layers}, native)
-    for each in done:
-        _log.info("replaced %d: %s%s", each.count, each.what, f" ({each.declined})" if each.declined else "")
-    return done
+    return replace_layers(model, {layer.module: layer.spec for layer in layers}, native)
 
 
 def _assemble(

@@ -45,8 +45,10 @@ class LoadedModel:
         """Width of the logits."""
         head = self.model.get_output_embeddings()
         if head is not None and getattr(head, "weight", None) is not None:
-            # Of a head that is dealt to ranks, the weight is a part.
-            return int(getattr(head, "out_features", head.weight.shape[0]))
+            rows = int(head.weight.shape[0])
+            # Of a head that is dealt to ranks, the weight is a part. Of a whole one it is what counts: a head may
+            # have been made by one number of the config and then been tied to a table that was made by another.
+            return rows if self.rank is None else int(getattr(head, "out_features", rows))
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     @property

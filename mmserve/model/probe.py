@@ -10,7 +10,8 @@ Each layer shows its heads, sizes, scale, cap and window by the arguments it pas
 mask it is given. The mask must equal one that an `AttentionSpec` can say (causal, window, chunk, both
 ways in each image, both ways in the whole prompt); a layer whose mask does not is refused, rather than
 served by a guess. Windows and chunks are set to 4 while the masks are built, so that they show, and so
-does what a window does to an image longer than it.
+does what a window does to an image longer than it. A prompt that is a prefix ends at position 8: what comes after
+it is as if generated, which shows the windows that a prefix does not have.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _IMAGES = (PlaceholderRange(2, 6), PlaceholderRange(10, 2))
 _PROMPT = ProcessedPrompt(
     token_ids=(0,) * _LENGTH, images=tuple(ImageItem(f"{i}", range, {}, (1, 1)) for i, range in enumerate(_IMAGES))
 )
+_PREFIX = ProcessedPrompt(token_ids=(0,) * 8)
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -107,10 +109,13 @@ def probe_attention(model: Any, stage: Leftovers | None = None) -> AttentionProf
     AttentionMaskInterface.register(_NAME, _full_mask)
     before = route(model, _NAME)
     try:
-        profile = _match(model, _trial(model, 1, stage), (no_spans, each_image))
+        types = [int(any(place.offset <= i < place.end for place in _IMAGES)) for i in range(_LENGTH)]
+        profile = _match(model, _trial(model, types, stage), (no_spans, each_image), _PROMPT)
         if profile is None:
             # PaliGemma's prefix is what has type 0, images included.
-            profile = _match(model, _trial(model, 0, stage), (whole_prompt,))
+            prefix = len(_PREFIX.token_ids)
+            types = [0] * prefix + [1] * (_LENGTH - prefix)
+            profile = _match(model, _trial(model, types, stage), (whole_prompt,), _PREFIX)
     finally:
         unroute(before)
     if profile is None:
@@ -137,11 +142,9 @@ def _check_kinds(model: Any) -> None:
 
 
 @torch.inference_mode()
-def _trial(model: Any, image_types: int, stage: Leftovers | None) -> dict[nn.Module, _Call]:
+def _trial(model: Any, token_types: list[int], stage: Leftovers | None) -> dict[nn.Module, _Call]:
     device = next(model.parameters()).device
-    types = torch.zeros(1, _LENGTH, dtype=torch.long, device=device)
-    for range in _IMAGES:
-        types[0, range.offset : range.end] = image_types
+    types = torch.tensor([token_types], device=device)
     accepted = inspect.signature(model.forward).parameters
     extra = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
     notes = _Notes()
@@ -243,23 +246,25 @@ def _take_notes(
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-def _match(model: Any, calls: Mapping[nn.Module, _Call], rules: tuple[SpanRule, ...]) -> AttentionProfile | None:
-    """The first rule under which every layer's mask is one that a spec can say."""
+def _match(
+    model: Any, calls: Mapping[nn.Module, _Call], rules: tuple[SpanRule, ...], prompt: ProcessedPrompt
+) -> AttentionProfile | None:
+    """The first rule under which every layer's mask over `prompt` is one that a spec can say."""
     for rule in rules:
-        specs = {module: _matching_spec(model, call, rule) for module, call in calls.items()}
+        specs = {module: _matching_spec(model, call, rule(prompt)) for module, call in calls.items()}
         found = {module: spec for module, spec in specs.items() if spec is not None}
         if len(found) == len(calls):
             return AttentionProfile(found, rule)
     return None
 
 
-def _matching_spec(model: Any, call: _Call, rule: SpanRule) -> AttentionSpec | None:
+def _matching_spec(model: Any, call: _Call, spans: tuple[tuple[int, int], ...]) -> AttentionSpec | None:
     """The layer's spec with its real window or chunk, if its mask is the one that spec makes."""
     text_config = model.config.get_text_config()
     positions = torch.arange(_LENGTH, device=call.mask.device)
     for window, chunk, cuts, both in itertools.product((None, _SMALL), (None, _SMALL), (False, True), (True, False)):
         trial = replace(call.spec, window=window, chunk=chunk, window_cuts_spans=cuts, both_ways=both)
-        if torch.equal(call.mask, visible(positions, positions, trial, rule(_PROMPT))):
+        if torch.equal(call.mask, visible(positions, positions, trial, spans)):
             return replace(
                 trial,
                 window=text_config.sliding_window if window else None,

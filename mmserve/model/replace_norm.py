@@ -67,7 +67,8 @@ def _unlike_a_norm(norm: nn.Module) -> str | None:
     name = type(norm).__name__
     if (reason := overridden(norm)) is not None:
         return reason
-    if any(True for _ in norm.children()) or any(True for _ in norm.buffers()):
+    tensors = any(isinstance(value, torch.Tensor) for value in vars(norm).values())
+    if tensors or any(True for _ in norm.children()) or any(True for _ in norm.buffers()):
         return f"{name} has parts of its own"
     parameters = dict(norm.named_parameters())
     if set(parameters) - {"weight"}:

@@ -15,6 +15,7 @@ import torch
 from mmserve.attention.interface import AttentionMetadata
 from mmserve.cache.tensors import allocate
 from mmserve.errors import ModelLoadError, UnsupportedModelError
+from mmserve.model.generate_inputs import generate_inputs
 from mmserve.model.interface import Model, PackedBatch
 from mmserve.model.model_config import one_line
 from mmserve.model.stage import StageLink
@@ -37,6 +38,8 @@ def _trial_ids(vocab_size: int) -> list[int]:
 def plain_logits(model: Any, vocab_size: int, stage: StageLink | None = None) -> torch.Tensor:
     """The trial text's logits [T, V] from the transformers model as it is, before anything is routed.
 
+    It is given what `generate()` is: without types, PaliGemma's prompt would be no prefix but causal.
+
     On a pipeline stage that is not the last there are none: [0, V].
 
     Raises:
@@ -45,9 +48,10 @@ def plain_logits(model: Any, vocab_size: int, stage: StageLink | None = None) ->
         ExchangeError: Another rank is lost.
     """
     device = next(model.parameters()).device
-    ids = torch.tensor([_trial_ids(vocab_size)], device=device)
+    given = generate_inputs(model, ProcessedPrompt(token_ids=tuple(_trial_ids(vocab_size))))
+    inputs = {name: given[name] for name in ("input_ids", "token_type_ids") if name in given}
     try:
-        output = model(input_ids=ids, use_cache=False) if stage is None else stage.run_plain(model, ids)
+        output = model(**inputs, use_cache=False) if stage is None else stage.run_plain(model, **inputs)
     except ExchangeError:
         raise
     except Exception as error:

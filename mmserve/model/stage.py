@@ -106,14 +106,14 @@ class StageLink:
         self._check_last()
         return logits
 
-    def run_plain(self, model: Any, token_ids: torch.Tensor) -> Any:
-        """A forward of the model as it is over ids [1, T]: its output on the last stage, None on others."""
+    def run_plain(self, model: Any, input_ids: torch.Tensor, **types: torch.Tensor) -> Any:
+        """A forward of the model as it is over ids and their types [1, T]: its output on the last stage, else None."""
         try:
             if self._is_first:
-                output = model(input_ids=token_ids, use_cache=False)
+                output = model(input_ids=input_ids, use_cache=False, **types)
             else:
-                rows = self._receive(1, token_ids.shape[1], self._width)
-                output = model(inputs_embeds=torch.zeros_like(rows), use_cache=False, paged=_Entering(rows))
+                rows = self._receive(1, input_ids.shape[1], self._width)
+                output = model(inputs_embeds=torch.zeros_like(rows), use_cache=False, paged=_Entering(rows), **types)
         except HandedOver as handed:
             self._send(handed.rows)
             return None

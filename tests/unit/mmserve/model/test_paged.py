@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,34 @@ def test_rows_own_their_storage(model: PagedModel) -> None:
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     assert rows.extra["deepstack"].shape == (2, 4, 64)
     assert rows.nbytes() == 3 * 4 * 64 * 4
+
+
+def test_the_head_sees_only_the_positions_that_are_sampled(model: PagedModel) -> None:
+    """Two prompts of 16 and 9 tokens in chunks of 5: rows go through the head only where a prompt ends."""
+    seen: list[int] = []
+    head = model._model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, args: seen.append(args[0].reshape(-1, args[0].shape[-1]).shape[0]))
+    prompts = [make_prompt(FAMILY, [5, (1, 0), 7]), make_prompt(FAMILY, [9], seed=1)]
+    assert [len(prompt.token_ids) for prompt in prompts] == [16, 9]
+    try:
+        run_packed(model, prompts, PackedRun(new_tokens=1, chunk=5))
+    finally:
+        hook.remove()
+    assert seen == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("replace_layers", [True, False])
+def test_what_is_replaced_is_logged_as_it_is_described(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, replace_layers: bool
+) -> None:
+    with caplog.at_level("INFO", "mmserve.model"):
+        loaded = load_model(build(FAMILY, tmp_path), block_size=16, device="cpu", replace=replace_layers)
+    described: Any = loaded.describe()["replacements"]
+    assert described
+    for entry, record in zip(described, caplog.records, strict=True):
+        message = record.getMessage()
+        assert message.startswith(f"replaced {entry['count']}: {entry['what']}")
+        assert entry["declined"] is None or entry["declined"] in message
 
 
 def test_bind_cache_counts(model: PagedModel) -> None:

@@ -43,6 +43,8 @@ class OddRMSNorm(LlamaRMSNorm):
         self.how = how
         if how == "bias":
             self.bias = nn.Parameter(torch.zeros(WIDTH))
+        if how == "tensor":
+            self.scales = torch.ones(WIDTH)
         if how == "child":
             self.inner = nn.Identity()
         if how == "no epsilon":
@@ -103,6 +105,7 @@ def test_the_three_forms(make: Callable[[], nn.Module], form: str, monkeypatch: 
         ("gate", "does not run on hidden states alone: IndexError"),
         ("bias", "has parameters bias, weight"),
         ("child", "has parts of its own"),
+        ("tensor", "has parts of its own"),
         ("no epsilon", "names no epsilon"),
     ],
 )

@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from fixtures.tiny_models.families import FAMILIES
 from fixtures.tiny_models.family import build, make_prompt
+from fixtures.tiny_models.shrink import VOCAB
 from mmserve.conformance.packed import PackedRun, run_packed
 from mmserve.errors import WeightsError
 from mmserve.model import load_model
@@ -106,6 +107,16 @@ def test_ties_are_transformers_own(whole: Path, tmp_path: Path, outer: bool, tex
     with torch.inference_mode():
         theirs = plain(input_ids=torch.tensor([prompt.token_ids])).logits[0, -1].log_softmax(-1)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_a_head_that_is_tied_is_as_wide_as_the_table(tmp_path: Path) -> None:
+    """Ovis 2 makes its head by a number of its own, and then ties it: what transformers runs, we run."""
+    folder = build(FAMILIES["ovis2"], tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "vocab_size": 5000}))
+    model = load_model(folder, block_size=16, device="cpu")
+    assert (model.describe()["path"], model.vocab_size) == ("paged", VOCAB)
 
 
 def test_nothing_is_left_on_meta_and_nothing_is_made_up(whole: Path) -> None:
