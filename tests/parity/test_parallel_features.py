@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -202,3 +203,19 @@ def test_requests_given_up_in_the_middle_leave_nothing_behind(pair: Pair) -> Non
         for handle, prompt in zip((*again, kept), asked, strict=True):
             assert_same(handle.result(WAIT), pair.alone.submit(prompt, GREEDY).result(WAIT))
     pair.ranks.check_integrity()
+
+
+def test_each_rank_keeps_to_its_budget(folder: Path, alone: Engine, members: list[Member]) -> None:
+    """All try the worst step at once, each on its own part; the blocks are those of the rank with the least room."""
+    budget = 6 * 2**30
+    caches = {"encoder_cache_memory": 2**20, "processor_cache_memory": 2**20}
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "memory_budget": budget, **caches}
+    with parallel_engine(folder, Layout(2, 2), members, **options) as (engine, _):
+        about = engine.describe()
+        memory = about["memory"]
+        assert memory["budget"] == budget
+        assert re.search(r"the same for each rank, and on rank [0-3] it leaves the fewest blocks", memory["rule"])
+        assert 0 < memory["kv_cache"] < budget - memory["loaded"]
+        assert all(0 < worker["cache_bytes"] < budget for worker in about["workers"])
+        (prompt,) = prompts(1, 11)
+        assert_same(engine.submit(prompt, GREEDY).result(WAIT), alone.submit(prompt, GREEDY).result(WAIT))
