@@ -89,6 +89,11 @@ def plan_memory(
         ConfigError: The cache is larger than the memory, or the budget leaves nothing for it; says the numbers.
     """
     total = device_memory(device)
+    if config.memory_budget is not None and sharers > 1 and config.memory_budget * sharers > total:
+        raise ConfigError(
+            f"memory_budget {config.memory_budget:,} for each of {sharers} ranks is more than the {total:,} bytes of "
+            f"memory on {device} that they share: give at most {total // sharers:,}"
+        )
     if config.num_blocks is not None:
         limits = resolve_limits(config, model.cache_spec(), model.max_position, 0)
         plan = MemoryPlan("num_blocks", cache_bytes(limits.num_blocks, model.cache_spec(), config.block_size))

@@ -24,7 +24,7 @@ from mmserve.model.interface import CacheSpec, Model
 from mmserve.types import SamplingParams
 from processors.types import ProcessedPrompt
 
-__all__ = ["RankTrial", "Trial", "Tried", "run_trial", "worst_trial"]
+__all__ = ["RankTrial", "Trial", "Tried", "memory_in_use", "run_trial", "worst_trial"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def run_trial(trial: Trial, model: Model, device: torch.device, *, samples: bool
         MemoryError: It does not fit (torch.OutOfMemoryError on a card).
     """
     gc.collect()
-    loaded = _in_use(device)
+    loaded = memory_in_use(device)
     runner = ModelRunner.for_limits(model, trial.limits, device=device, samples=samples, encodes=encodes)
     try:
         runner.touch_cache()
@@ -119,7 +119,7 @@ def _reset_peak(device: torch.device) -> None:
         return  # the peak of the whole life so far counts: more than needed, never less
 
 
-def _in_use(device: torch.device) -> int:
+def memory_in_use(device: torch.device) -> int:
     """Bytes in use now: of this process, or on the card."""
     return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else _resident("VmRSS:")
 

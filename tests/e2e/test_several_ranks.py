@@ -92,7 +92,7 @@ def test_a_launched_worker_that_is_killed_ends_the_driver_with_its_name(
 ) -> None:
     driver, worker = launched
     worker.kill()
-    _, errors = driver.communicate(timeout=60)
+    _, errors = driver.communicate(timeout=TIMEOUT)
     assert driver.returncode == 1
     (last,) = [line for line in errors.splitlines() if line.startswith("mmserve.errors.EngineDeadError")]
     assert re.search(rf"the worker of rank 1 \(process {worker.pid} on .*\) is gone: its connection broke", last)
@@ -101,7 +101,7 @@ def test_a_launched_worker_that_is_killed_ends_the_driver_with_its_name(
 def test_a_launched_worker_ends_when_the_driver_is_killed(launched: list[subprocess.Popen[str]]) -> None:
     driver, worker = launched
     driver.kill()
-    assert worker.wait(timeout=60) == 1
+    assert worker.wait(timeout=TIMEOUT) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are read from /proc")

@@ -147,6 +147,13 @@ def test_over_ranks_the_one_with_the_least_room_decides(tight: int) -> None:
     assert limits.num_blocks == rest // (16 * own.slot_bytes())
 
 
+def test_budgets_of_ranks_that_share_a_memory_have_to_fit_it_together() -> None:
+    total = device_memory(CPU)
+    config = EngineConfig(memory_budget=total // 2)
+    with pytest.raises(ConfigError, match=r"for each of 3 ranks is more than .* that they share: give at most"):
+        plan_memory(config, MockModel(), CPU, None, 3)
+
+
 def test_a_rank_with_no_room_is_named() -> None:
     ranks: Any = Ranks(Tried(2**34, 5), Tried(2**20, 5))
     config = EngineConfig(memory_budget=2**34, max_num_seqs=2, encoder_cache_memory=0)
