@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +59,7 @@ def assemble(
 
     launch = _find_launch(config)
     if launch is not None and launch.rank > 0:
-        raise SystemExit(_work(launch, folder, config))
+        raise SystemExit(_work(launch, folder, config, _rank_options(config, dtype, trust_remote_code)))
     processor = load_processor(folder, config, trust_remote_code=trust_remote_code)
 
     def load(rank: RankShape | None) -> Model:
@@ -102,10 +103,23 @@ def _find_launch(config: EngineConfig) -> Launch | None:
     return find_launch(os.environ, Layout(config.tensor_parallel, config.pipeline_parallel))
 
 
-def _work(launch: Launch, folder: Path, config: EngineConfig) -> int:
+def _work(launch: Launch, folder: Path, config: EngineConfig, options: Mapping[str, str]) -> int:
     from mmserve.parallel.workers.launch import work
 
-    return work(launch, folder, config.rank_timeout)
+    return work(launch, folder, config.rank_timeout, options)
+
+
+def _rank_options(config: EngineConfig, dtype: str | torch.dtype, trust_remote_code: bool) -> dict[str, str]:
+    """What a script says of the parts that ranks load, in words; under a launcher every rank must have been told it."""
+    names = (
+        "tensor_parallel", "pipeline_parallel", "tensor_parallel_plan", "attention_backend", "block_size",
+        "replace_layers", "allow_pickled_weights", "ignore_weights",
+    )  # fmt: skip
+    return {
+        **{name: repr(getattr(config, name)) for name in names},
+        "dtype": str(dtype).removeprefix("torch."),
+        "trust_remote_code": repr(trust_remote_code),
+    }
 
 
 def _start_team(
@@ -135,6 +149,7 @@ def _start_team(
         plan=config.tensor_parallel_plan,
         timeout=config.rank_timeout,
         launch=launch,
+        options=_rank_options(config, dtype, trust_remote_code),
     )
 
 

@@ -34,7 +34,8 @@ class EngineConfig(Schema):
         default=None,
         ge=1024,
         description="Bytes for everything: this process with its model, working memory, image caches, keys and values. "
-        "The worst step is tried at load, and keys and values get what it leaves. On a GPU: of its memory.",
+        "The worst step is tried at load, and keys and values get what it leaves. On a GPU: of its memory. "
+        "Over several ranks: of each of them.",
     )
     max_num_seqs: Int = Field(default=32, ge=1, le=4096, description="Most sequences in one step.")
     max_num_batched_tokens: Int = Field(
@@ -130,9 +131,4 @@ class EngineConfig(Schema):
         given = [n for n in ("num_blocks", "kv_cache_memory", "memory_budget") if getattr(self, n) is not None]
         if len(given) > 1:
             raise ValueError(f"the cache's size is given by one of these, not by {' and '.join(given)}")
-        if self.memory_budget is not None and self.tensor_parallel * self.pipeline_parallel > 1:
-            raise ValueError(
-                "memory_budget is for one process, and tensor_parallel and pipeline_parallel make several: "
-                "give kv_cache_memory or num_blocks, which count for each of them"
-            )
         return self

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,6 +25,7 @@ from mmserve.engine.core import Engine
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import SchedulerLimits
 from mmserve.engine.steps import StepRunner
+from mmserve.engine.trial import RankTrial, Trial
 from mmserve.model.interface import CacheSpec
 from mmserve.parallel.workers.crew import Crew, start_local
 from mmserve.parallel.workers.wire import Result, Start, Step, encode, receive, send
@@ -125,6 +126,10 @@ class _EchoTeam:
     def largest_cache(self, own: CacheSpec) -> CacheSpec:
         """Both sides have the same."""
         return own
+
+    def try_step(self, trial: Trial, own: Callable[[], RankTrial]) -> list[RankTrial]:
+        """The engine has no budget to keep."""
+        raise NotImplementedError
 
     def run_with(self, runner: ModelRunner, limits: SchedulerLimits, unsampled: Sequence[int]) -> StepRunner:
         """The driver's steps, each sent first."""

@@ -1,7 +1,7 @@
 """What several ranks cost and give: bytes sent, host time of a step's exchange, and prefill against one process.
 
-Prefill: `ranks` ranks of one thread each against one process of `ranks` threads, on the same prompts. The sides take
-turns, each in a process of its own that waits while the other runs, and the best turn of each counts.
+Prefill: `ranks` ranks of one thread each against one process of `ranks` threads, on the same prompts of text. The
+sides take turns, each in a process of its own that waits while the other runs, and the best turn of each counts.
 
     python -m mmserve.bench.parallel FOLDER DTYPE RANKS TEXT_TOKENS AT_ONCE      one side, started by `run`
 """

@@ -87,7 +87,7 @@ class Engine:
         self._decoder = TextDecoder(copy.deepcopy(tokenizer))
         cache = model.cache_spec() if team is None else team.largest_cache(model.cache_spec())
         sharers = 1 if team is None else team.sharers
-        self._memory = plan_memory(config, model, torch.device(device), worst_prompt, sharers)
+        self._memory = plan_memory(config, model, torch.device(device), worst_prompt, sharers, team)
         self.limits: SchedulerLimits = resolve_limits(config, cache, model.max_position, self._memory.kv_cache)
         self._unsampled = unsampled_ids(model.forbidden_token_ids, tokenizer, model.vocab_size, generation_config)
         # A model that keeps state of its own must compute every token itself.

@@ -1,15 +1,16 @@
 """How much memory there is, and how much the worst step takes: what is left is for keys and values.
 
-The worst step computes `max_num_batched_tokens` tokens, encodes as many of the largest images as a step may, and draws
-with every option for `max_num_seqs` answers. It is run once, over a cache just large enough for it::
+The worst step is tried once (`mmserve.engine.trial`)::
 
     budget = weights and all else that is loaded + worst step + image rows + processed images + keys and values
              '--------- in use before ---------'   '- trial '   '------ by the options -----'   '-- the rest -'
+
+Each rank of a parallel engine has the budget for itself, and tries its own part; all keep as many blocks as the rank
+with the least room for them.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,15 +19,11 @@ from pathlib import Path
 import torch
 
 from mmserve.config import EngineConfig
-from mmserve.engine.admission import plan_request
-from mmserve.engine.batch import Fork, NewRequest
-from mmserve.engine.defaults import resolve_sampling
-from mmserve.engine.runner import ModelRunner
-from mmserve.engine.scheduler import Scheduler
 from mmserve.engine.sizing import cache_bytes, least_cache_bytes, resolve_limits
+from mmserve.engine.steps import Team
+from mmserve.engine.trial import RankTrial, Trial, run_trial, worst_trial
 from mmserve.errors import ConfigError
 from mmserve.model.interface import Model
-from mmserve.types import SamplingParams
 from processors.types import ProcessedPrompt
 
 __all__ = ["MemoryPlan", "device_memory", "plan_memory"]
@@ -41,9 +38,10 @@ class MemoryPlan:
 
     Attributes:
         rule: In words.
-        kv_cache: For keys and values.
-        budget: For everything, if the user gave one.
-        loaded: In use before the trial: weights, libraries and all else of this process, or of it on the card.
+        kv_cache: For keys and values; over several ranks, on the one where they take most.
+        budget: For everything, if the user gave one; over several ranks each has it for itself.
+        loaded: In use before the trial: weights, libraries and all else of this process, or of it on the card. As the
+            next two, on the rank that has the least room for its cache.
         step: What the worst step took beyond that, its own small cache not counted.
         images: For image rows and processed images.
     """
@@ -75,6 +73,7 @@ def plan_memory(
     device: torch.device,
     worst_prompt: Callable[[int], ProcessedPrompt] | None,
     sharers: int = 1,
+    team: Team | None = None,
 ) -> MemoryPlan:
     """How many bytes keys and values get.
 
@@ -84,16 +83,22 @@ def plan_memory(
         device: Where it computes.
         worst_prompt: Makes the prompt of the worst step, of so many tokens; None: text alone.
         sharers: Ranks of a parallel engine that share this memory, each with a cache of this size.
+        team: The other ranks, which try the worst step too.
 
     Raises:
         ConfigError: The cache is larger than the memory, or the budget leaves nothing for it; says the numbers.
     """
     total = device_memory(device)
+    if config.memory_budget is not None and sharers > 1 and config.memory_budget * sharers > total:
+        raise ConfigError(
+            f"memory_budget {config.memory_budget:,} for each of {sharers} ranks is more than the {total:,} bytes of "
+            f"memory on {device} that they share: give at most {total // sharers:,}"
+        )
     if config.num_blocks is not None:
         limits = resolve_limits(config, model.cache_spec(), model.max_position, 0)
         plan = MemoryPlan("num_blocks", cache_bytes(limits.num_blocks, model.cache_spec(), config.block_size))
     elif config.memory_budget is not None:
-        plan = _by_trial(config, model, device, worst_prompt)
+        plan = _by_trial(config, model, device, worst_prompt, team)
     elif config.kv_cache_memory is not None:
         plan = MemoryPlan("kv_cache_memory", config.kv_cache_memory)
     else:
@@ -112,7 +117,11 @@ def plan_memory(
 
 
 def _by_trial(
-    config: EngineConfig, model: Model, device: torch.device, worst_prompt: Callable[[int], ProcessedPrompt] | None
+    config: EngineConfig,
+    model: Model,
+    device: torch.device,
+    worst_prompt: Callable[[int], ProcessedPrompt] | None,
+    team: Team | None,
 ) -> MemoryPlan:
     budget = config.memory_budget or 0
     num_tokens = config.max_num_batched_tokens
@@ -120,91 +129,61 @@ def _by_trial(
         num_tokens = max(1, min(num_tokens, model.max_position - 2))
     prompt = ProcessedPrompt((1,) * num_tokens) if worst_prompt is None else worst_prompt(num_tokens)
     try:
-        loaded, step = _trial(config, model, device, prompt)
+        trials = _try_everywhere(worst_trial(config, model, prompt), model, device, team)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"a step of {len(prompt.token_ids)} tokens with {len(prompt.images)} of the largest images does not fit "
             f"{device}: give a smaller max_num_batched_tokens or max_images_per_step"
         ) from error
-    images = config.encoder_cache_memory + (config.processor_cache_memory if device.type == "cpu" else 0)
-    rest = budget - loaded - step - images
-    least = least_cache_bytes(model.cache_spec(), config.block_size)
-    if rest < least:
-        raise ConfigError(
-            f"memory_budget {budget:,} leaves {max(0, rest):,} bytes for keys and values, and two blocks take "
-            f"{least:,}: what is loaded takes {loaded:,}, the worst step ({len(prompt.token_ids)} tokens, "
-            f"{len(prompt.images)} images) {step:,}, image caches {images:,}; give at least "
-            f"{loaded + step + images + least:,}, or a smaller max_num_batched_tokens, max_images_per_step or "
-            "encoder_cache_memory"
-        )
+    rooms = [_Room.of(trial, config, budget, device) for trial in trials]
+    tightest = min(rooms, key=lambda room: room.rest / room.trial.cache.slot_bytes())
+    where = "" if team is None else f" on rank {tightest.trial.rank}"
+    _check_room(tightest, config, budget, prompt, where)
     rule = "memory_budget, less what is loaded, the most that a trial of the worst step took, and the image caches"
-    return MemoryPlan(rule, rest, budget, loaded, step, images)
+    if team is not None:
+        rule += f"; the same for each rank, and{where} it leaves the fewest blocks"
+    # As many blocks everywhere: the cache is counted where a block takes most.
+    most = max(room.trial.cache.slot_bytes() for room in rooms)
+    kv_cache = tightest.rest * most // tightest.trial.cache.slot_bytes()
+    tried = tightest.trial.tried
+    return MemoryPlan(rule, kv_cache, budget, tried.loaded, tried.step, tightest.images)
 
 
-def _trial(config: EngineConfig, model: Model, device: torch.device, prompt: ProcessedPrompt) -> tuple[int, int]:
-    """Bytes in use before the step, and most that it takes beyond them, without its cache."""
-    plan = model.plan(prompt)
-    blocks = -(-(len(prompt.token_ids) + config.max_num_seqs) // config.block_size) + config.max_num_seqs
-    update = {
-        "num_blocks": max(2, blocks),
-        "max_model_len": None,
-        "max_num_batched_tokens": max(config.max_num_batched_tokens, len(prompt.token_ids)),
-    }
-    limits = resolve_limits(config.model_copy(update=update), model.cache_spec(), None, 0)
-    seats = 1 if model.needs_sequences else config.max_num_seqs
-    forks = tuple(Fork(f"trial#{i}", i) for i in range(1, seats))
-    options = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=20)
-    new = NewRequest("trial", prompt, plan, resolve_sampling(options, None), forks=forks)
-    scheduler = Scheduler(limits, None)
-    gc.collect()
-    loaded = _in_use(device)
-    runner = ModelRunner.for_limits(
-        model,
-        limits,
-        device=device,
-    )
-    try:
-        runner.touch_cache()
-        _reset_peak(device)
-        scheduler.add(plan_request("trial", prompt, plan, forks=forks), new)
-        output = runner.run(scheduler.schedule())
-        for error in output.failed.values():
-            raise ConfigError(f"the trial of the worst step failed: {error}") from error
-        cache = cache_bytes(limits.num_blocks, model.cache_spec(), limits.block_size)
-        return loaded, max(0, _peak(device) - loaded - cache)
-    finally:
-        runner.close()
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+def _check_room(room: _Room, config: EngineConfig, budget: int, prompt: ProcessedPrompt, where: str) -> None:
+    tried, least = room.trial.tried, least_cache_bytes(room.trial.cache, config.block_size)
+    if room.rest >= least:
         return
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return  # the peak of the whole life so far counts: more than needed, never less
+    raise ConfigError(
+        f"memory_budget {budget:,} leaves {max(0, room.rest):,} bytes for keys and values{where}, and two blocks take "
+        f"{least:,}: what is loaded takes {tried.loaded:,}, the worst step ({len(prompt.token_ids)} tokens, "
+        f"{len(prompt.images)} images) {tried.step:,}, image caches {room.images:,}; give at least "
+        f"{tried.loaded + tried.step + room.images + least:,}, or a smaller max_num_batched_tokens, "
+        "max_images_per_step or encoder_cache_memory"
+    )
 
 
-def _in_use(device: torch.device) -> int:
-    """Bytes in use now: of this process, or on the card."""
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else _resident("VmRSS:")
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What a budget leaves on one rank; bytes. images: For image rows and processed images; rest: For its cache."""
+
+    trial: RankTrial
+    images: int
+    rest: int
+
+    @staticmethod
+    def of(trial: RankTrial, config: EngineConfig, budget: int, device: torch.device) -> _Room:
+        """Processed images are kept by the driver, image rows by the ranks that encode."""
+        images = config.encoder_cache_memory if trial.encodes else 0
+        if trial.rank == 0 and device.type == "cpu":
+            images += config.processor_cache_memory
+        return _Room(trial, images, budget - trial.tried.loaded - trial.tried.step - images)
 
 
-def _peak(device: torch.device) -> int:
-    """Most bytes in use since the reset: of this process, or on the card."""
-    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _resident("VmHWM:")
+def _try_everywhere(trial: Trial, model: Model, device: torch.device, team: Team | None) -> list[RankTrial]:
+    """What the worst step takes on each rank, this one first."""
 
+    def own() -> RankTrial:
+        samples = team is None or team.samples_here
+        return RankTrial(0, model.cache_spec(), True, run_trial(trial, model, device, samples=samples))
 
-def _resident(name: str) -> int:
-    """Bytes of this process in memory, by the kernel's name for them; where it has none, the most there ever were."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        (line,) = (line for line in status.splitlines() if line.startswith(name))
-        return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        import resource
-        import sys
-
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+    return [own()] if team is None else team.try_step(trial, own)

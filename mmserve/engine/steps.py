@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mmserve.engine.batch import ScheduledBatch, StepOutput
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import SchedulerLimits
+from mmserve.engine.trial import RankTrial, Trial
 from mmserve.model.interface import CacheSpec
 
 __all__ = ["LocalSteps", "StepRunner", "Team"]
@@ -50,6 +51,10 @@ class Team(Protocol):
 
     def largest_cache(self, own: CacheSpec) -> CacheSpec:
         """The cache of the rank where a block takes most bytes; `own`: this one's. Waits until all have loaded."""
+        ...
+
+    def try_step(self, trial: Trial, own: Callable[[], RankTrial]) -> list[RankTrial]:
+        """Run the worst step on all ranks at once; `own`: here. What it took on each, in the order of ranks."""
         ...
 
     def run_with(self, runner: ModelRunner, limits: SchedulerLimits, unsampled: Sequence[int]) -> StepRunner:

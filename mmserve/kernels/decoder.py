@@ -1,10 +1,13 @@
-"""Decoder layers of the Llama kind as one call into the library: each by itself, or all of a model's in a row."""
+"""Decoder layers of the Llama kind as one call into the library: each by itself, or all of a model's in a row.
+
+A layer that ranks share is two calls, each up to where their parts are summed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,7 +15,10 @@ from mmserve.attention.interface import AttentionMetadata, AttentionSpec, LayerC
 from mmserve.attention.intervals import visible_intervals
 from mmserve.kernels.library import native_module
 
-__all__ = ["DecoderWeights", "NativeDecoderLayer", "NativeDecoderStack"]
+__all__ = ["DecoderWeights", "NativeDecoderLayer", "NativeDecoderStack", "SumOverRanks"]
+
+SumOverRanks: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
+"""This rank's part of a tensor -> the sum of all ranks' parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +49,20 @@ class NativeDecoderLayer:
 
     A decode step of one token makes about ten calls into torch for each of these lines otherwise, each
     of which costs more than the arithmetic of a small model.
+
+    Args:
+        weights: Of the layer; of one that ranks share, this rank's heads and inner columns.
+        spec: Of its attention, of this rank's heads.
+        total: Sums what the weights of each rank add; None: the layer is whole.
     """
 
-    def __init__(self, weights: DecoderWeights, spec: AttentionSpec) -> None:
+    def __init__(self, weights: DecoderWeights, spec: AttentionSpec, total: SumOverRanks | None = None) -> None:
         library = native_module()
         if library is None:
             raise RuntimeError("there is no compiled library: ask mmserve.kernels.library.status() first")
         self.spec = spec
+        self.total = total
+        self._output_bias = weights.output_bias
         self.native: Any = library.DecoderLayer(
             weights.input_norm,
             weights.qkv,
@@ -77,8 +90,8 @@ class NativeDecoderLayer:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """hidden [T, w], cos and sin [T, D] -> [T, w]; the batch's keys and values go into the cache."""
-        lo, hi = visible_intervals(metadata, self.spec)
-        out: torch.Tensor = self.native.forward(
+        attention = self.native.forward if self.total is None else self.native.attention_part
+        out: torch.Tensor = attention(
             hidden,
             cos,
             sin,
@@ -88,22 +101,33 @@ class NativeDecoderLayer:
             metadata.cu_seqlens_q,
             metadata.key_lens_tensor,
             metadata.block_tables,
-            lo,
-            hi,
+            *visible_intervals(metadata, self.spec),
         )
-        return out
+        return out if self.total is None else self._rest(hidden, out, self.total)
+
+    def _rest(self, hidden: torch.Tensor, part: torch.Tensor, total: SumOverRanks) -> torch.Tensor:
+        """What follows this rank's part [T, w] of the attention's output, in a layer that ranks share."""
+        middle = total(part)
+        if self._output_bias is not None:
+            middle.add_(self._output_bias)
+        middle.add_(hidden)
+        return total(self.native.mlp_part(middle)).add_(middle)
 
 
 class NativeDecoderStack:
-    """Decoder layers one after the other, in one call: what lies between two of them costs nothing any more."""
+    """Decoder layers one after the other, in one call: what lies between two of them costs nothing any more.
+
+    Layers that ranks share take two calls each here too, with nothing but the sums between them.
+    """
 
     def __init__(self, layers: Sequence[NativeDecoderLayer]) -> None:
         library = native_module()
         if library is None:
             raise RuntimeError("there is no compiled library: ask mmserve.kernels.library.status() first")
         self._run: Any = library.decoder_layers
-        self._layers = [layer.native for layer in layers]
-        self._specs = [layer.spec for layer in layers]
+        self._layers = list(layers)
+        self._native = [layer.native for layer in layers]
+        self._shared = any(layer.total is not None for layer in layers)
 
     def __call__(
         self,
@@ -115,9 +139,13 @@ class NativeDecoderStack:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """hidden [T, w], cos and sin [T, D], a key and a value cache for each layer -> [T, w]."""
-        intervals = [visible_intervals(metadata, spec) for spec in self._specs]
+        if self._shared:
+            for layer, key, value in zip(self._layers, keys, values, strict=True):
+                hidden = layer(hidden, cos, sin, LayerCache(key, value), metadata)
+            return hidden
+        intervals = [visible_intervals(metadata, layer.spec) for layer in self._layers]
         out: torch.Tensor = self._run(
-            self._layers,
+            self._native,
             hidden,
             cos,
             sin,

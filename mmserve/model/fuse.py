@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,16 @@ def join_weights(parts: Sequence[nn.Linear]) -> torch.Tensor:
     return fused
 
 
-def float_twin(layer: Any, narrow: Mapping[nn.Parameter, torch.Tensor]) -> Any:
+def float_twin(layer: Any, narrow: Mapping[nn.Parameter, torch.Tensor], shared: Iterable[object] = ()) -> Any:
     """A float32 copy of a layer, with the tensors of `narrow` in the place of those parameters.
+
+    `shared`: What the copy keeps as it is (the group of ranks that a layer is dealt to).
 
     An MLP is most of a layer's weights, and what it computes shows in a few of its columns as in all: with those
     alone a trial holds little more than the layer's attention in float32.
     """
     smaller = {id(parameter): tensor for parameter, tensor in narrow.items()}
-    copies: dict[int, Any] = {
+    copies: dict[int, Any] = {id(thing): thing for thing in shared} | {
         id(parameter): nn.Parameter(
             smaller.get(id(parameter), parameter).detach().to(torch.float32, copy=True).contiguous(),
             requires_grad=False,

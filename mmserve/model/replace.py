@@ -77,12 +77,17 @@ def replace_layers(
     names = {module: name for name, module in model.named_modules()}
     taken, left = replace_decoder_layers(model, specs, native)
     return (
-        _account("decoder layers as one native call", len(taken), ((names.get(m, "layers"), r) for m, r in left)),
+        _account(_decoder_label(taken), len(taken), ((names.get(m, "layers"), r) for m, r in left)),
         *_stack(model, taken),
         *_norms(model, frozenset(taken)),
         _linears(model, names),
         *(Replacement(what, count, why) for what, count, why in replace_tower(model)),
     )
+
+
+def _decoder_label(layers: Mapping[nn.Module, NativeDecoderLayer]) -> str:
+    shared = any(layer.total is not None for layer in layers.values())
+    return "decoder layers as two native calls, a sum after each" if shared else "decoder layers as one native call"
 
 
 def _account(what: str, count: int, left: Iterable[tuple[str, str]]) -> Replacement:

@@ -4,11 +4,15 @@ A layer is taken by what it consists of, not by its name, and then has to show t
 in float32, on random input over a small cache, the native layer must give what the layer's own forward gives,
 output and cache both. Layers with anything more (norms on queries, a fifth projection, scaled residuals) differ
 there and stay as they are.
+
+Of a layer that ranks share each rank tries its own part, as if that were the whole, and decides for itself: native or
+not, a rank sums the same rows in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +26,10 @@ from mmserve.model.fuse import float_twin, join_weights
 from mmserve.model.memory import give_back
 from mmserve.model.replace_checks import any_overridden, plain_attributes
 from mmserve.model.text_attention import LayerBinding, PagedStep
+from mmserve.parallel.group import Group
+from mmserve.parallel.layers import RowLinear
 
-__all__ = ["replace_decoder_layers", "trial_metadata"]
+__all__ = ["alone", "replace_decoder_layers", "trial_metadata"]
 
 _COLUMNS = 64
 """Of an MLP that are tried; a multiple of every vector width."""
@@ -52,13 +58,14 @@ def replace_decoder_layers(
         if reason is None:
             kind = _kind(layer, specs[layer.self_attn])
             if kind not in tried:
-                tried[kind] = _differs(layer, specs[layer.self_attn], rotary)
+                with alone([layer]):
+                    tried[kind] = _differs(layer, specs[layer.self_attn], rotary)
             reason = tried[kind]
         if reason is not None:
             left.append((layer, reason))
             continue
         spec = specs[layer.self_attn]
-        taken[layer] = NativeDecoderLayer(_fuse(layer), spec)
+        taken[layer] = _native(layer, spec)
         layer.forward = _forward(layer, taken[layer], spec.head_size)
         give_back()  # the layer's unfused weights, before the next layer's fused ones are made
     return taken, left
@@ -85,8 +92,12 @@ def _unlike_llama(layer: Any, specs: Mapping[nn.Module, AttentionSpec], native: 
             for p in owner.children()
             if not isinstance(p, nn.Linear) and any(True for _ in p.parameters())
         ]
-        if set(linears) != set(wanted) or others or any(type(part) is not nn.Linear for part in linears.values()):
+        columns, last = wanted[:-1], linears.get(wanted[-1])
+        plain = all(type(part) is nn.Linear for child, part in linears.items() if child in columns)
+        if set(linears) != set(wanted) or others or not plain or not _is_last(last):
             return f"{type(owner).__name__} has other projections than {', '.join(wanted)}"
+    if type(attention.o_proj) is not type(mlp.down_proj):
+        return f"ranks share only one of {name}'s halves"
     if any(getattr(mlp, part).bias is not None for part in ("gate_proj", "up_proj", "down_proj")):
         return f"{type(mlp).__name__} has biases"
     if len({getattr(attention, part).bias is None for part in ("q_proj", "k_proj", "v_proj")}) != 1:
@@ -100,6 +111,28 @@ def _unlike_llama(layer: Any, specs: Mapping[nn.Module, AttentionSpec], native: 
     if len(dtypes) != 1 or not dtypes <= {torch.bfloat16, torch.float32}:
         return f"{name} has weights in {', '.join(sorted(str(dtype) for dtype in dtypes))}"
     return None
+
+
+def _is_last(linear: nn.Module | None) -> bool:
+    """Whether a half of a layer may end in it: whole, or over this rank's part of the features."""
+    return type(linear) is nn.Linear or (type(linear) is RowLinear and linear.own is None)
+
+
+def _group(layer: Any) -> Group | None:
+    """The ranks that share a layer's projections, if they are not whole."""
+    last = layer.mlp.down_proj
+    return last.group if isinstance(last, RowLinear) else None
+
+
+def alone(layers: Iterable[Any]) -> AbstractContextManager[None]:
+    """While this rank tries layers: those that ranks share are its own part alone."""
+    group = next((group for layer in layers if (group := _group(layer)) is not None), None)
+    return nullcontext() if group is None else group.alone()
+
+
+def _native(layer: Any, spec: AttentionSpec) -> NativeDecoderLayer:
+    group = _group(layer)
+    return NativeDecoderLayer(_fuse(layer), spec, None if group is None else group.all_reduce)
 
 
 def _eps(norm: nn.Module) -> float | None:
@@ -185,7 +218,7 @@ def _differs(layer: nn.Module, spec: AttentionSpec, rotary: nn.Module) -> str | 
         return f"{type(layer).__name__} does not run by itself: {error}"
     if not isinstance(expected, torch.Tensor) or expected.shape != hidden.shape:
         return f"{type(layer).__name__} does not return hidden states alone"
-    given = NativeDecoderLayer(_fuse(twin), spec)(hidden[0], cos[0], sin[0], other, metadata)
+    given = _native(twin, spec)(hidden[0], cos[0], sin[0], other, metadata)
     for what, mine, theirs in (
         ("keys", other.key, one.key),
         ("values", other.value, one.value),
@@ -204,7 +237,7 @@ def _twin(layer: Any) -> Any:
     mlp = layer.mlp
     narrow = {part.weight: part.weight[:_COLUMNS] for part in (mlp.gate_proj, mlp.up_proj)}
     narrow[mlp.down_proj.weight] = mlp.down_proj.weight[:, :_COLUMNS]
-    return float_twin(layer, narrow)
+    return float_twin(layer, narrow, (_group(layer),))
 
 
 def trial_metadata() -> tuple[AttentionMetadata, torch.Tensor]:

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from mmserve.attention.interface import LayerCache
 from mmserve.attention.native import NativeBackend
 from mmserve.kernels.decoder import NativeDecoderLayer, NativeDecoderStack
-from mmserve.model.replace_decoder import trial_metadata
+from mmserve.model.replace_decoder import alone, trial_metadata
 from mmserve.model.text_attention import LayerBinding, PagedStep
 
 __all__ = ["replace_stack"]
@@ -42,7 +42,8 @@ def replace_stack(model: Any, layers: Mapping[nn.Module, NativeDecoderLayer]) ->
         return f"{type(decoder).__name__} has no last norm of its own"
     own = decoder.forward
     short = _forward(decoder, own, NativeDecoderStack(list(layers.values())))
-    reason = _differs(model, own, short, layers)
+    with alone(layers):
+        reason = _differs(model, own, short, layers)
     if reason is None:
         decoder.forward = short
     return reason

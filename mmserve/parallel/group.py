@@ -66,11 +66,12 @@ class Group:
         self.size = size
         self.traffic = Traffic()
         self._refusal: Refusal | None = None
+        self._alone = False
         self._group = process_group
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, bit-equal on all of them; in place, unless the tensor is not contiguous."""
-        if self.size > 1:
+        if self.size > 1 and not self._alone:
             self._check_allowed()
             tensor = tensor.contiguous()
             self.traffic.add(tensor, 2 * (self.size - 1) / self.size)
@@ -110,6 +111,17 @@ class Group:
             yield self._refusal
         finally:
             self._refusal = None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While this rank tries its own part of a layer as if that were a whole one: sums are of its part alone, and
+        other exchanges get a RuntimeError."""
+        self._alone = True
+        try:
+            with self.refuse("this rank tried its own part of a layer"):
+                yield
+        finally:
+            self._alone = False
 
     def _check_allowed(self) -> None:
         if self._refusal is not None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -57,6 +61,47 @@ def test_torchrun_gives_what_one_process_gives(tmp_path: Path) -> None:
     assert done.stdout.count(f"ids {answer.token_ids}") == 1
     assert done.stdout.count("every rank runs this") == 2
     assert done.stdout.count("rank 0 alone") == 1
+
+
+@pytest.fixture
+def launched() -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks in the middle of an answer, started as torchrun starts them, without its agent that would end both."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            process = subprocess.Popen(
+                [sys.executable, "-c", ENDLESS],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**_environment(), **variables},
+            )
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            ranks.append(process)
+        assert ranks[0].stdout is not None
+        assert ranks[0].stdout.readline() == "begun\n"
+        yield ranks
+
+
+def test_a_launched_worker_that_is_killed_ends_the_driver_with_its_name(
+    launched: list[subprocess.Popen[str]],
+) -> None:
+    driver, worker = launched
+    worker.kill()
+    _, errors = driver.communicate(timeout=TIMEOUT)
+    assert driver.returncode == 1
+    (last,) = [line for line in errors.splitlines() if line.startswith("mmserve.errors.EngineDeadError")]
+    assert re.search(rf"the worker of rank 1 \(process {worker.pid} on .*\) is gone: its connection broke", last)
+
+
+def test_a_launched_worker_ends_when_the_driver_is_killed(launched: list[subprocess.Popen[str]]) -> None:
+    driver, worker = launched
+    driver.kill()
+    assert worker.wait(timeout=TIMEOUT) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are read from /proc")

@@ -16,6 +16,7 @@ from fixtures.tiny_models.id_tokenizer import Numbers
 from fixtures.tiny_models.ranks import BLOCK_SIZE, parallel_engine, workers
 from mmserve.config import EngineConfig
 from mmserve.engine.core import Engine
+from mmserve.kernels.library import status
 from mmserve.model import load_model
 from mmserve.parallel.layout import Layout
 from mmserve.parallel.workers.crew import Member
@@ -86,6 +87,14 @@ def assert_same(found: list[GenerationOutput], expected: list[GenerationOutput])
             assert abs(entry.chosen.logprob - other.chosen.logprob) < TOLERANCE
 
 
+def assert_native(model: Any, workers: list[dict[str, Any]]) -> None:
+    """Every rank runs its part of each layer in two native calls, one layer after the other."""
+    for about in (model.describe(), *workers):
+        counts = {entry["what"]: entry["count"] for entry in about["replacements"]}
+        assert counts["decoder layers as two native calls, a sum after each"] == 2
+        assert counts["all decoder layers in one call"] == 1
+
+
 @pytest.mark.parametrize(
     ("layout", "name", "more"), CASES, ids=[f"{name}-{where.tensor}x{where.pipeline}" for where, name, _ in CASES]
 )
@@ -108,6 +117,8 @@ def test_ranks_together_answer_as_one(
         others = [worker["parameters"] for worker in engine.describe()["workers"]]
         assert len(others) == layout.size - 1
         assert all(parameters < whole for parameters in (own, *others))
+        if name.startswith("llama") and layout.pipeline == 1 and status().native:
+            assert_native(model, engine.describe()["workers"])
 
 
 def test_stages_go_by_the_same_windows(members: list[Member], tmp_path: Path) -> None:

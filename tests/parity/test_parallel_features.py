@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,6 +20,7 @@ from fixtures.tiny_models.id_tokenizer import Numbers
 from fixtures.tiny_models.ranks import BLOCK_SIZE, parallel_engine, workers
 from mmserve.config import EngineConfig
 from mmserve.engine.core import Engine
+from mmserve.engine.trial import memory_in_use
 from mmserve.errors import InvalidRequestError, ModelOutputError, RequestAborted
 from mmserve.model import load_model
 from mmserve.parallel.layout import Layout
@@ -202,3 +204,21 @@ def test_requests_given_up_in_the_middle_leave_nothing_behind(pair: Pair) -> Non
         for handle, prompt in zip((*again, kept), asked, strict=True):
             assert_same(handle.result(WAIT), pair.alone.submit(prompt, GREEDY).result(WAIT))
     pair.ranks.check_integrity()
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2)], ids=["2x1", "1x2"])
+def test_each_rank_keeps_to_its_budget(layout: Layout, folder: Path, alone: Engine, members: list[Member]) -> None:
+    """All try the worst step at once, each on its own part; the blocks are those of the rank with the least room."""
+    budget = memory_in_use(torch.device("cpu")) + 2**29
+    caches = {"encoder_cache_memory": 2**20, "processor_cache_memory": 2**20}
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "memory_budget": budget, **caches}
+    with parallel_engine(folder, layout, members, **options) as (engine, _):
+        about = engine.describe()
+        memory = about["memory"]
+        assert memory["budget"] == budget
+        assert re.search(r"the same for each rank, and on rank [01] it leaves the fewest blocks", memory["rule"])
+        assert 0 < memory["kv_cache"] < budget - memory["loaded"]
+        (worker,) = about["workers"]
+        assert 0 < worker["cache_bytes"] <= memory["kv_cache"]
+        (prompt,) = prompts(1, 11)
+        assert_same(engine.submit(prompt, GREEDY).result(WAIT), alone.submit(prompt, GREEDY).result(WAIT))

@@ -8,6 +8,23 @@ namespace py = pybind11;
 using namespace mmserve;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
+namespace {
+
+// A layer's method that goes by the cache, with the batch's tensors one by one.
+auto over_cache(at::Tensor (DecoderLayer::*method)(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                   const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                   const Batch&) const) {
+  return [method](const DecoderLayer& layer, const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin,
+                  const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
+                  at::Tensor cu_seqlens_q, at::Tensor key_lens, at::Tensor block_tables, at::Tensor lo,
+                  at::Tensor hi) {
+    return (layer.*method)(hidden, cos, sin, key_cache, value_cache, slots,
+                           {cu_seqlens_q, key_lens, block_tables, lo, hi});
+  };
+}
+
+}  // namespace
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("available_instruction_sets", &available_instruction_sets);
   m.def("active_instruction_set", &active_instruction_set);
@@ -41,15 +58,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return new DecoderLayer({input_norm, qkv, qkv_bias, output, output_bias, middle_norm, gate_up, down}, heads,
                                 kv_heads, head_size, scale, soft_cap, input_eps, middle_eps);
       }))
-      .def(
-          "forward",
-          [](const DecoderLayer& layer, const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin,
-             const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
-             at::Tensor cu_seqlens_q, at::Tensor key_lens, at::Tensor block_tables, at::Tensor lo, at::Tensor hi) {
-            return layer.forward(hidden, cos, sin, key_cache, value_cache, slots,
-                                 {cu_seqlens_q, key_lens, block_tables, lo, hi});
-          },
-          Unlocked());
+      .def("forward", over_cache(&DecoderLayer::forward), Unlocked())
+      .def("attention_part", over_cache(&DecoderLayer::attention_part), Unlocked())
+      .def("mlp_part", &DecoderLayer::mlp_part, Unlocked());
 
   py::class_<EncoderLayer, std::shared_ptr<EncoderLayer>>(m, "EncoderLayer")
       .def(py::init([](at::Tensor input_norm, at::Tensor input_norm_bias, double input_eps, at::Tensor qkv,

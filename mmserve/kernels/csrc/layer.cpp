@@ -36,12 +36,16 @@ DecoderLayer::DecoderLayer(LayerWeights weights, int64_t heads, int64_t kv_heads
   TORCH_CHECK(head_size % 4 == 0, "head size ", head_size, " can not be rotated by halves");
 }
 
-at::Tensor DecoderLayer::forward(const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin,
-                                 const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
-                                 const Batch& batch) const {
+void DecoderLayer::check_rows(const at::Tensor& rows, const char* what) const {
+  TORCH_CHECK(rows.dim() == 2 && rows.size(1) == w_.input_norm.numel() && rows.is_contiguous() &&
+                  rows.scalar_type() == w_.qkv.scalar_type(), what, " must be a contiguous [T, width] of the weights' type");
+}
+
+at::Tensor DecoderLayer::attend(const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin,
+                                const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
+                                const Batch& batch) const {
   const int64_t tokens = hidden.size(0);
-  TORCH_CHECK(hidden.dim() == 2 && hidden.is_contiguous() && hidden.scalar_type() == w_.qkv.scalar_type(),
-              "hidden must be a contiguous [T, width] of the weights' type");
+  check_rows(hidden, "hidden");
   for (const at::Tensor* x : {&cos, &sin})
     TORCH_CHECK(x->dim() == 2 && x->size(0) == tokens && x->size(1) == head_size_ && x->is_contiguous() &&
                     x->scalar_type() == hidden.scalar_type(), "cos and sin must be contiguous [T, D]");
@@ -61,12 +65,31 @@ at::Tensor DecoderLayer::forward(const at::Tensor& hidden, const at::Tensor& cos
   });
   write_cache(parts.narrow(1, heads_, kv_heads_), parts.narrow(1, heads_ + kv_heads_, kv_heads_), key_cache,
               value_cache, slots);
-  const at::Tensor seen =
-      paged_attention(parts.narrow(1, 0, heads_), key_cache, value_cache, batch, scale_, soft_cap_);
-  const at::Tensor middle =
-      product(seen.view({tokens, heads_ * head_size_}), w_.output, w_.output_bias, hidden);
-  const at::Tensor gate_up = product(rms_norm(middle, w_.middle_norm, middle_eps_), w_.gate_up, {}, {});
-  return product(silu_mul(gate_up), w_.down, {}, middle);
+  return paged_attention(parts.narrow(1, 0, heads_), key_cache, value_cache, batch, scale_, soft_cap_)
+      .view({tokens, heads_ * head_size_});
+}
+
+at::Tensor DecoderLayer::gated(const at::Tensor& middle) const {
+  return silu_mul(product(rms_norm(middle, w_.middle_norm, middle_eps_), w_.gate_up, {}, {}));
+}
+
+at::Tensor DecoderLayer::forward(const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin,
+                                 const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
+                                 const Batch& batch) const {
+  const at::Tensor seen = attend(hidden, cos, sin, key_cache, value_cache, slots, batch);
+  const at::Tensor middle = product(seen, w_.output, w_.output_bias, hidden);
+  return product(gated(middle), w_.down, {}, middle);
+}
+
+at::Tensor DecoderLayer::attention_part(const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin,
+                                        const at::Tensor& key_cache, const at::Tensor& value_cache,
+                                        const at::Tensor& slots, const Batch& batch) const {
+  return product(attend(hidden, cos, sin, key_cache, value_cache, slots, batch), w_.output, {}, {});
+}
+
+at::Tensor DecoderLayer::mlp_part(const at::Tensor& middle) const {
+  check_rows(middle, "middle");
+  return product(gated(middle), w_.down, {}, {});
 }
 
 }  // namespace mmserve

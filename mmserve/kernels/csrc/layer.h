@@ -26,7 +26,20 @@ class DecoderLayer {
                      const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
                      const Batch& batch) const;
 
+  // Its two halves, of a layer that ranks share: what this rank's weights add to their sum [T, width], without the
+  // half's input and the output bias, which come on top of the sum once.
+  at::Tensor attention_part(const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin,
+                            const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
+                            const Batch& batch) const;
+  at::Tensor mlp_part(const at::Tensor& middle) const;
+
  private:
+  void check_rows(const at::Tensor& rows, const char* what) const;
+  at::Tensor attend(const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin,
+                    const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
+                    const Batch& batch) const;  // [T, H D], before the output projection
+  at::Tensor gated(const at::Tensor& middle) const;  // [T, inner], before the last projection
+
   LayerWeights w_;
   int64_t heads_, kv_heads_, head_size_;
   double scale_, soft_cap_, input_eps_, middle_eps_;

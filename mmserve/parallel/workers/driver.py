@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from mmserve.engine.batch import NewRequest, ScheduledBatch, StepOutput
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import SchedulerLimits
 from mmserve.engine.sizing import cache_bytes
+from mmserve.engine.trial import RankTrial
 from mmserve.errors import ConfigError, RequestError, UnsupportedModelError, WorkerError
 from mmserve.model.fingerprint import fingerprint
 from mmserve.model.interface import CacheSpec
@@ -31,7 +32,7 @@ from mmserve.parallel.rank import RankShape
 from mmserve.parallel.workers.crew import Crew, Member, start_local
 from mmserve.parallel.workers.launch import Launch, gather
 from mmserve.parallel.workers.meet import host_store, meet
-from mmserve.parallel.workers.wire import Ready, Result, Setup, Start, Step
+from mmserve.parallel.workers.wire import Ready, Result, Setup, Start, Step, Trial, Tried
 
 __all__ = ["ParallelRunner", "Team", "start_team"]
 
@@ -73,7 +74,7 @@ class Team:
             MMServeError: One could not load its part: its error.
         """
         most, windows = own, own.layout().windows
-        for member, ready in self._crew.hear_all(self._timeout):
+        for member, ready in _by_rank(self._crew.hear_all(self._timeout)):
             if not isinstance(ready, Ready):
                 raise WorkerError(f"{member} sent a {type(ready).__name__} instead of being ready")
             if ready.cache.layout().windows != windows:
@@ -84,6 +85,25 @@ class Team:
             most = max(most, ready.cache, key=CacheSpec.slot_bytes)
             self._ranks.append(ready)
         return most
+
+    def try_step(self, trial: Trial, own: Callable[[], RankTrial]) -> list[RankTrial]:
+        """Run the worst step on all ranks at once; `own`: here. What it took on each, in the order of ranks.
+
+        Raises:
+            MMServeError: A rank has failed, or is lost.
+        """
+        first = range(1, self.layout.tensor)
+        self._crew.tell(first, trial)
+        self._crew.tell(
+            range(self.layout.tensor, self.layout.size), replace(trial, batch=_without_pictures(trial.batch))
+        )
+        found = [own()]
+        for member, tried in _by_rank(self._crew.hear_all(self._timeout)):
+            if not isinstance(tried, Tried):
+                raise WorkerError(f"{member} sent a {type(tried).__name__} instead of what a trial took")
+            cache = self._ranks[member.rank - 1].cache
+            found.append(RankTrial(member.rank, cache, member.rank in first, tried))
+        return found
 
     def describe(self) -> list[dict[str, Any]]:
         """What each worker holds; JSON-friendly."""
@@ -189,6 +209,10 @@ class ParallelRunner:
         return message.output
 
 
+def _by_rank(heard: Sequence[tuple[Member, Any]]) -> list[tuple[Member, Any]]:
+    return sorted(heard, key=lambda said: said[0].rank)
+
+
 def _joined(first: StepOutput, last: StepOutput) -> StepOutput:
     """What the first stage says of images, and the last one of tokens."""
     failed = {**last.failed, **first.failed}
@@ -230,6 +254,7 @@ def start_team(
     timeout: float,
     members: Sequence[Member] | None = None,
     launch: Launch | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> Team:
     """Connect to a worker for each further rank: started here, on this machine, unless they are there already.
 
@@ -241,15 +266,17 @@ def start_team(
         timeout: Seconds of silence after which a rank counts as lost.
         members: Workers that are there already, and wait for another engine after this one.
         launch: Of this process, rank 0, if a launcher started all ranks; they end with the engine.
+        options: What the other ranks of a launch must have been told too.
 
     Raises:
-        ConfigError: There are fewer CUDA devices than ranks, or this launch has had its engine.
+        ConfigError: There are fewer CUDA devices than ranks, this launch has had its engine, or a rank of it was told
+            something else.
         WorkerError: A worker did not come up.
     """
     keep, host, files, share = members is not None, _HOST, {}, None
     if launch is not None:
         files = fingerprint(Path(folder), allow_pickled=allow_pickled_weights)
-        members, host = gather(launch, timeout)
+        members, host = gather(launch, timeout, options or {})
         devices = [str(device), *(_own_device(member, device) for member in members)]
     else:
         devices = rank_devices(layout, device)

@@ -90,11 +90,16 @@ def find_launch(environment: Mapping[str, str], layout: Layout) -> Launch | None
     return Launch(rank, size, local, environment["MASTER_ADDR"])
 
 
-def gather(launch: Launch, timeout: float) -> tuple[list[Member], str]:
+def gather(launch: Launch, timeout: float, options: Mapping[str, str]) -> tuple[list[Member], str]:
     """On rank 0: wait for all other ranks; them, in order, and the address by which they reach this host.
 
+    Args:
+        launch: Of this rank.
+        timeout: Seconds to wait.
+        options: What the script said here of the parts that ranks load; it has to say the same on every rank.
+
     Raises:
-        ConfigError: This launch has had its pipeline.
+        ConfigError: This launch has had its pipeline, or a rank's script says other things.
         WorkerError: A rank did not come within `timeout` seconds.
     """
     store = _store(timeout)
@@ -110,7 +115,7 @@ def gather(launch: Launch, timeout: float) -> tuple[list[Member], str]:
         store.set(_ADDRESS, f"{socket.gethostname()} {port} {key.hex()}")
         arrived: dict[int, Member] = {}
         try:
-            _receive_all(server, key, launch, timeout, arrived)
+            _receive_all(server, key, launch, timeout, arrived, options)
         except BaseException:
             Crew(tuple(arrived.values())).kill()
             raise
@@ -119,7 +124,14 @@ def gather(launch: Launch, timeout: float) -> tuple[list[Member], str]:
     return members, _LOOPBACK if all(member.host == here for member in members) else launch.master
 
 
-def _receive_all(server: socket.socket, key: bytes, launch: Launch, timeout: float, arrived: dict[int, Member]) -> None:
+def _receive_all(
+    server: socket.socket,
+    key: bytes,
+    launch: Launch,
+    timeout: float,
+    arrived: dict[int, Member],
+    options: Mapping[str, str],
+) -> None:
     limit = time.monotonic() + timeout
     while len(arrived) < launch.size - 1:
         server.settimeout(max(0.001, limit - time.monotonic()))
@@ -143,6 +155,17 @@ def _receive_all(server: socket.socket, key: bytes, launch: Launch, timeout: flo
             host=arrival.host,
             local_rank=arrival.local_rank,
         )
+        _check_same(arrived[arrival.rank], arrival.options, options)
+
+
+def _check_same(member: Member, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    if names:
+        said = [", ".join(f"{name}={options.get(name)}" for name in names) for options in (theirs, ours)]
+        raise ConfigError(
+            f"{member} was started with {said[0]}, and rank 0 with {said[1]}: all ranks run the same script with the "
+            "same arguments"
+        )
 
 
 def _admit(connection: Connection, key: bytes) -> Arrival | None:
@@ -158,13 +181,14 @@ def _admit(connection: Connection, key: bytes) -> Arrival | None:
     return arrival if isinstance(arrival, Arrival) else None
 
 
-def work(launch: Launch, folder: Path, timeout: float) -> int:
+def work(launch: Launch, folder: Path, timeout: float, options: Mapping[str, str]) -> int:
     """On another rank: work for rank 0 until its pipeline is closed; the exit status.
 
     Args:
         launch: Of this rank.
         folder: The model, as this host has it.
         timeout: Seconds to wait for rank 0's pipeline.
+        options: As for `gather`.
 
     Raises:
         WorkerError: Rank 0 did not make a pipeline, or can not be reached.
@@ -184,7 +208,7 @@ def work(launch: Launch, folder: Path, timeout: float) -> int:
     connected.settimeout(None)
     connection = _connection(connected)
     connection.send_bytes(bytes.fromhex(key))
-    send(connection, Arrival(launch.rank, launch.local_rank, os.getpid(), socket.gethostname()))
+    send(connection, Arrival(launch.rank, launch.local_rank, os.getpid(), socket.gethostname(), options))
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which tells the others
     return serve(connection, folder)

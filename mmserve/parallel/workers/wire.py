@@ -6,6 +6,8 @@ Setup      folder, dtype, place, store   ->
                                          <-    Hello      up, and ready to meet the others
            (all load their parts, meeting in their groups)
                                          <-    Ready      or Lost
+Trial      the worst step                ->     only if the engine asks what it takes
+                                         <-    Tried
 Start      the engine's limits           ->
 Step       batch, tokens chosen before   ->
                                          <-    Result     only from the rank that chooses tokens
@@ -27,6 +29,7 @@ import torch
 
 from mmserve.engine.batch import ScheduledBatch, StepOutput
 from mmserve.engine.scheduler import SchedulerLimits
+from mmserve.engine.trial import Trial, Tried
 from mmserve.errors import RequestError
 from mmserve.model.interface import CacheSpec
 from mmserve.parallel.layout import Layout
@@ -43,6 +46,8 @@ __all__ = [
     "Start",
     "Step",
     "Stop",
+    "Trial",
+    "Tried",
     "decode",
     "encode",
     "receive",
@@ -88,12 +93,18 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A rank that a launcher started. local_rank: Among those of its host, if the launcher says."""
+    """A rank that a launcher started.
+
+    Attributes:
+        local_rank: Among those of its host, if the launcher says.
+        options: What its script said of the parts that ranks load: name -> value in words.
+    """
 
     rank: int
     local_rank: int | None
     process_id: int
     host: str
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmserve.engine.batch import StepOutput
@@ -62,10 +62,11 @@ def _work(connection: Connection, setup: Setup, folder: Path | None) -> bool:
     import torch
 
     from mmserve.engine.runner import ModelRunner
+    from mmserve.engine.trial import run_trial
     from mmserve.model.load import load_model
     from mmserve.parallel.rank import RankShape
     from mmserve.parallel.workers.meet import join_store, meet
-    from mmserve.parallel.workers.wire import Leave, Ready, Start, receive, send
+    from mmserve.parallel.workers.wire import Leave, Ready, Start, Trial, receive, send
 
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
@@ -88,18 +89,14 @@ def _work(connection: Connection, setup: Setup, folder: Path | None) -> bool:
         rank=RankShape(place, groups.tensor, groups.pipeline, setup.plan),
     )
     send(connection, Ready(model.cache_spec(), dict(model.describe())))
+    role: dict[str, Any] = {"device": device, "samples": place.samples, "encodes": place.is_first}
     start = receive(connection)
+    if isinstance(start, Trial):
+        send(connection, run_trial(start, model, **role))
+        start = receive(connection)
     if not isinstance(start, Start):
         return isinstance(start, Leave)
-    limits = start.limits
-    runner = ModelRunner.for_limits(
-        model,
-        limits,
-        unsampled=start.unsampled,
-        device=device,
-        samples=place.samples,
-        encodes=place.is_first,
-    )
+    runner = ModelRunner.for_limits(model, start.limits, unsampled=start.unsampled, **role)
     return _run_steps(connection, runner, place)
 
 

@@ -13,6 +13,8 @@ from mmserve.config import EngineConfig
 from mmserve.demo import demo_model_folder
 from mmserve.engine.core import Engine
 from mmserve.engine.memory import device_memory, plan_memory
+from mmserve.engine.sizing import resolve_limits
+from mmserve.engine.trial import RankTrial, Trial, Tried
 from mmserve.errors import ConfigError
 from mmserve.model import load_model
 from mmserve.model.interface import CacheSpec, LayerCacheSpec, PackedBatch
@@ -63,8 +65,6 @@ def test_ranks_that_share_a_memory_share_the_default_and_the_bound() -> None:
 def test_the_size_is_given_once() -> None:
     with pytest.raises(ConfigError, match="one of these, not by num_blocks and memory_budget"):
         EngineConfig(num_blocks=5, memory_budget=10**9)
-    with pytest.raises(ConfigError, match=r"memory_budget is for one process.* give kv_cache_memory or num_blocks"):
-        EngineConfig(memory_budget=10**9, tensor_parallel=2)
 
 
 def test_a_budget_that_leaves_nothing_says_the_numbers() -> None:
@@ -111,6 +111,54 @@ def test_a_budget_is_what_is_loaded_the_worst_step_the_image_caches_and_the_cach
     assert plan.kv_cache + plan.loaded + plan.step + 2 * 2**20 == plan.budget == 12 * 2**30
     # Weights in float32 were in use, if nothing else.
     assert plan.loaded > 4 * sum(p.numel() for p in model._model.parameters())
+
+
+class Ranks:
+    """Two further ranks, of which one keeps twice the cache and the other sees no images."""
+
+    samples_here = False
+    wide = CacheSpec((LayerCacheSpec(4, 64, 64),) * 2, torch.float32)
+    narrow = CacheSpec((LayerCacheSpec(1, 64, 64),) * 2, torch.float32)
+
+    def __init__(self, *tried: Tried) -> None:
+        self.tried = tried
+
+    def try_step(self, trial: Trial, own: Any) -> list[RankTrial]:
+        first, second = self.tried
+        return [own(), RankTrial(1, self.wide, True, first), RankTrial(2, self.narrow, False, second)]
+
+
+@pytest.mark.parametrize("tight", [1, 2])
+def test_over_ranks_the_one_with_the_least_room_decides(tight: int) -> None:
+    budget, mib = 16 * 2**30, 2**20
+    config = EngineConfig(
+        memory_budget=budget, max_num_seqs=2, encoder_cache_memory=mib, processor_cache_memory=mib, block_size=16
+    )
+    tried = [Tried(100 * mib, mib), Tried(100 * mib, mib)]
+    tried[tight - 1] = Tried(budget - 12 * mib, mib)
+    ranks: Any = Ranks(*tried)
+    plan = plan_memory(config, MockModel(max_position=512), CPU, None, 1, ranks)
+    # Rank 1 keeps rows of images; processed ones are kept by rank 0 alone.
+    rest = 11 * mib - (mib if tight == 1 else 0)
+    assert (plan.loaded, plan.step, plan.images) == (budget - 12 * mib, mib, mib if tight == 1 else 0)
+    assert f"on rank {tight} it leaves the fewest blocks" in plan.rule
+    own = ranks.wide if tight == 1 else ranks.narrow
+    limits = resolve_limits(config, ranks.wide, 512, plan.kv_cache)
+    assert limits.num_blocks == rest // (16 * own.slot_bytes())
+
+
+def test_budgets_of_ranks_that_share_a_memory_have_to_fit_it_together() -> None:
+    total = device_memory(CPU)
+    config = EngineConfig(memory_budget=total // 2)
+    with pytest.raises(ConfigError, match=r"for each of 3 ranks is more than .* that they share: give at most"):
+        plan_memory(config, MockModel(), CPU, None, 3)
+
+
+def test_a_rank_with_no_room_is_named() -> None:
+    ranks: Any = Ranks(Tried(2**34, 5), Tried(2**20, 5))
+    config = EngineConfig(memory_budget=2**34, max_num_seqs=2, encoder_cache_memory=0)
+    with pytest.raises(ConfigError, match=r"leaves 0 bytes for keys and values on rank 1, and two blocks take"):
+        plan_memory(config, MockModel(max_position=512), CPU, None, 1, ranks)
 
 
 def test_a_cache_never_written_is_not_taken_for_memory_that_the_step_had() -> None:

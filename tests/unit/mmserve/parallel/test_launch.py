@@ -54,7 +54,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
 def test_only_who_has_the_key_may_come_and_only_once(store: dist.HashStore) -> None:
     """A port scanner is turned away; what it sends is never unpickled."""
     found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(gather(Launch(0, 2, 0, "host0"), 60.0)))
+    thread = threading.Thread(target=lambda: found.append(gather(Launch(0, 2, 0, "host0"), 60.0, {})))
     thread.start()
     _, port, key = store.get("mmserve/address").decode().split()
     address = ("127.0.0.1", int(port))
@@ -72,12 +72,34 @@ def test_only_who_has_the_key_may_come_and_only_once(store: dist.HashStore) -> N
     assert [str(member) for member in members] == [f"the worker of rank 1 (process 7 on {socket.gethostname()})"]
     members[0].connection.close()
     with pytest.raises(ConfigError, match="serve one pipeline and end with it, and this is the second"):
-        gather(Launch(0, 2, 0, "host0"), 60.0)
+        gather(Launch(0, 2, 0, "host0"), 60.0, {})
+
+
+def test_a_rank_whose_script_says_something_else_is_named(store: dist.HashStore) -> None:
+    def come() -> None:
+        store.wait(["mmserve/address"])
+        _, port, key = store.get("mmserve/address").decode().split()
+        with Client(("127.0.0.1", int(port))) as rank:
+            rank.send_bytes(bytes.fromhex(key))
+            rank.send_bytes(encode(Arrival(1, 0, 7, "host1", {"dtype": "float32", "pipeline_parallel": "2"})))
+            closed.append(rank.poll(60))
+
+    closed: list[bool] = []
+    thread = threading.Thread(target=come)
+    thread.start()
+    said = (
+        r"worker of rank 1 \(process 7 on host1\) was started with dtype=float32, pipeline_parallel=2, "
+        r"and rank 0 with dtype=auto, pipeline_parallel=1: all ranks run the same script"
+    )
+    with pytest.raises(ConfigError, match=said):
+        gather(Launch(0, 2, 0, "host0"), 60.0, {"dtype": "auto", "pipeline_parallel": "1"})
+    thread.join(60)
+    assert closed == [True]  # the connection's end can be read
 
 
 def test_a_rank_that_does_not_come(store: dist.HashStore) -> None:
     with pytest.raises(WorkerError, match=r"rank 1, 2 did not come within 0\.05 s"):
-        gather(Launch(0, 3, 0, "host0"), 0.05)
+        gather(Launch(0, 3, 0, "host0"), 0.05, {})
 
 
 def test_another_training_of_the_same_model_is_noticed(tmp_path: Path) -> None:

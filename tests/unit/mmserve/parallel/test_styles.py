@@ -234,3 +234,42 @@ def test_three_ranks_deal_eleven_rows() -> None:
         whole = whole_of(case)
         for found in on_ranks(3, lambda group, case=case, whole=whole: part(case, whole, group)[0](case.input)):
             assert torch.allclose(found, whole(case.input), atol=1e-5)
+
+
+def test_an_mlp_beside_unequal_heads_is_dealt_so_that_ranks_hold_the_same() -> None:
+    """Three heads over two ranks: the first has two of them, and fewer columns of the MLP."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_attn, self.mlp = TinyAttention(3, 3), Mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mlp(self.self_attn(x))
+
+    plan = {f"self_attn.{name}_proj": "column" for name in "qkv"} | {"self_attn.o_proj": "row"}
+    plan |= {"mlp.up": "column", "mlp.down": "row"}
+    widths = []
+    for rank in range(2):
+        with torch.device("meta"):
+            layer = Layer()
+        shares = shard_model(layer, plan, Group(None, rank, 2))
+        assert layer.mlp.up.weight.shape[0] == layer.mlp.down.weight.shape[1] == shares["mlp.up.bias"].length
+        widths.append(layer.mlp.up.weight.shape[0])
+    # 96 weights a head, 12 a column of the MLP: what is heavier by a head can not be made up for by seven columns.
+    assert widths == [4, 3]
+    with torch.device("meta"):
+        layer = Layer()
+        layer.mlp.up, layer.mlp.down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+    shard_model(layer, plan, Group(None, 0, 2))
+    assert layer.mlp.up.weight.shape[0] == 16  # 192 + 12 x 16 = 96 + 12 x 24
+
+
+def test_a_rank_that_tries_its_part_alone_exchanges_nothing() -> None:
+    group = Group(None, 0, 2)  # any exchange would be an error of another kind
+    x = torch.randn(3, 4)
+    with group.alone():
+        assert group.all_reduce(x) is x
+        with pytest.raises(RuntimeError, match="begun while this rank tried its own part"):
+            group.all_gather(x)
+    assert group.traffic.calls == 0
