@@ -14,6 +14,7 @@
     ranges     spans -> ranges with masks, and token types
     counts     the token counts that a processor declares, against those it makes
     options    which options a request may set
+    model_config  what a model's config.json says of its text side
     limits     how large they may make an image
     one_thread torch on one core, for images side by side
     sizing     the most tokens that one image can take

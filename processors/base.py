@@ -18,7 +18,7 @@ from processors.encode import EncodedPrompt, PromptEncoder
 from processors.errors import PromptError
 from processors.expand import Expansion
 from processors.features import ImageFeatures, check_count
-from processors.given_ids import ImageIds, place_in_ids
+from processors.given_ids import ImageIds, check_ids, place_in_ids
 from processors.images import ImagePreparer, PreparedImage
 from processors.loading import LoadedProcessor, load_processor, take_apart
 from processors.media import ImageSource, MediaOptions
@@ -233,8 +233,10 @@ class PromptProcessor:
             prompt = [{"role": "user", "content": parts}]
         if not isinstance(prompt, (list, tuple)):
             raise PromptError(f"a prompt is text, messages or ids, not a {type(prompt).__name__}")
-        if prompt and all(isinstance(item, Integral) for item in prompt):
-            return [], images, "", [int(item) for item in prompt if isinstance(item, Integral)]
+        if prompt and all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt):
+            ids = [int(item) for item in prompt if isinstance(item, Integral)]
+            check_ids(ids, self._loaded.num_ids)
+            return [], images, "", ids
         messages, sources = collect_parts(prompt, images)
         if any(source is None for source in sources):
             raise PromptError(f"{len(sources)} image parts, but only {len(images)} images were given")

@@ -1,7 +1,8 @@
 """Data URLs (RFC 2397): `data:[<media type>][;<attribute>=<value>]*[;base64],<data>`.
 
 Tolerant where senders differ: upper case, no media type, parameters before `;base64`, percent-encoding,
-line breaks, the URL-safe alphabet, missing padding. Everything else is refused.
+line breaks, the URL-safe alphabet, missing padding. A fragment (`#...`, RFC 3986, section 3.5) is no part of the data.
+Everything else is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def decode_data_url(url: str, max_image_bytes: int) -> bytes:
     Raises:
         MediaError: Not a data URL, damaged base64, no data, or more than `max_image_bytes`.
     """
-    head, comma, payload = url.partition(",")
+    head, comma, rest = url.partition(",")
+    payload = rest.partition("#")[0]
     if not head.lower().startswith("data:") or not comma:
         raise MediaError(f"a data URL needs the form data:image/png;base64,... with a comma, not {shorten(url, 60)}")
     if len(payload) > 4 * max_image_bytes + 1024:

@@ -150,7 +150,7 @@ class ImageExpander:
         text = self._replacement(outputs)
         if not text:
             raise ProcessorError(f"{self._name} makes no tokens of an image of {size}")
-        tensors = {name: self._own_part(name, value, copies) for name, value in self._image_outputs(outputs)}
+        tensors = {name: self._own_part(name, value, copies) for name, value in self.image_outputs(outputs).items()}
         return Expansion(text, tensors)
 
     def _replacement(self, outputs: Mapping[str, Any]) -> str:
@@ -161,12 +161,16 @@ class ImageExpander:
             raise UnsupportedProcessorError(f"{self._name} does not report the text that it puts in an image's place")
         return str(offsets[0][0]["replacement"])
 
-    def _image_outputs(self, outputs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        """The outputs that do not belong to the text, as tensors."""
+    def image_outputs(self, outputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The outputs that do not belong to the text, as tensors.
+
+        Raises:
+            UnsupportedProcessorError: One is no tensor and no numbers.
+        """
         import numpy
         import torch
 
-        found = []
+        found: dict[str, torch.Tensor] = {}
         for name, value in outputs.items():
             if name in TEXT_OUTPUTS or name in self._family.dropped_outputs or name in self._family.prompt_outputs:
                 continue
@@ -176,7 +180,7 @@ class ImageExpander:
                 value = torch.from_numpy(value)
             if not isinstance(value, torch.Tensor):
                 raise UnsupportedProcessorError(f"{self._name} returns {name!r} as a {type(value).__name__}")
-            found.append((name, value))
+            found[name] = value
         return found
 
     def _own_part(self, name: str, value: torch.Tensor, copies: int) -> torch.Tensor:

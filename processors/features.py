@@ -20,7 +20,7 @@ from processors.hashing import canonical
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ImageFeatures", "check_count", "features_key", "own_features", "text_width", "without_pixels"]
+__all__ = ["ImageFeatures", "check_count", "features_key", "own_features", "without_pixels"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -160,18 +160,3 @@ def features_key(
 def without_pixels(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What says where an image's rows stand (grids, sizes, counts), without its pixels and their masks."""
     return {name: tensor for name, tensor in tensors.items() if "pixel" not in name}
-
-
-def text_width(model_config: Mapping[str, object]) -> int | None:
-    """W by the model's config.json, what it leaves out taken from its class; None if that does not say."""
-    from transformers import CONFIG_MAPPING
-
-    model_type = model_config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING or len(model_config) == 1:
-        return None  # a file that only names the type is no model's
-    try:
-        config = CONFIG_MAPPING[model_type].from_dict(dict(model_config)).get_text_config(decoder=True)
-    except Exception:  # noqa: BLE001 - a config that can not be read is the model's to complain about
-        return None
-    width = getattr(config, "hidden_size", None)
-    return width if isinstance(width, int) else None

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from processors.encode import EncodedPrompt
-from processors.errors import PromptError
+from processors.errors import PromptError, shorten
 
-__all__ = ["ImageIds", "place_in_ids"]
+__all__ = ["ImageIds", "check_ids", "place_in_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,16 @@ class ImageIds:
         return cls(tuple(ids), (own[0], own[-1] + 1))
 
 
+def check_ids(prompt: Sequence[int], num_ids: int) -> None:
+    """Raises PromptError if `prompt` holds an id that is none of the model's ids 0 to `num_ids` - 1."""
+    for index, token_id in enumerate(prompt):
+        if not 0 <= token_id < num_ids:
+            raise PromptError(
+                f"token id {shorten(token_id, 40)} at index {index} is no token of this model: "
+                f"its ids are 0 to {num_ids - 1}"
+            )
+
+
 def place_in_ids(
     prompt: Sequence[int], images: Sequence[ImageIds], placeholder_id: int, image_token_ids: frozenset[int]
 ) -> EncodedPrompt:
@@ -47,8 +57,6 @@ def place_in_ids(
     Raises:
         PromptError: Neither one placeholder an image nor their exact expansions; the message has the numbers.
     """
-    if any(token_id < 0 for token_id in prompt):
-        raise PromptError("token ids must not be negative")
     expanded = _expanded_spans(prompt, images, image_token_ids)
     if expanded is not None:
         return EncodedPrompt(tuple(prompt), tuple(expanded))

@@ -15,8 +15,8 @@ from processors.encode import PromptEncoder
 from processors.errors import PromptError, UnsupportedProcessorError, shorten
 from processors.expand import ImageExpander, call_errors
 from processors.families import Family, family_of
-from processors.features import text_width
 from processors.hashing import fingerprint
+from processors.model_config import TextModel
 from processors.options import OptionTable
 from processors.ranges import TypeRule
 from processors.selfcheck import CheckedProcessor, check_processor
@@ -42,6 +42,7 @@ class LoadedProcessor:
     types: TypeRule
     counts: DeclaredCounts
     feature_width: int | None
+    num_ids: int
     fingerprint: str
     description: Mapping[str, object]
 
@@ -70,6 +71,7 @@ def take_apart(processor: Any, model_config: Mapping[str, object]) -> LoadedProc
     user_tokenizer = copy.deepcopy(processor.tokenizer)
     encoder = PromptEncoder(processor.tokenizer, family.special_tokens and _adds_special_tokens(processor))
     checked = check_processor(processor, family, image_token, encoder, expander, model_config)
+    text_model = TextModel.of(model_config)
     return LoadedProcessor(
         processor=processor,
         family=family,
@@ -84,12 +86,13 @@ def take_apart(processor: Any, model_config: Mapping[str, object]) -> LoadedProc
         placeholder_token_ids=_with(placeholders, checked.feature_id),
         types=checked.types,
         counts=checked.counts,
-        feature_width=(width := text_width(model_config)),
+        feature_width=text_model.width,
+        num_ids=_num_ids(processor, text_model, placeholders),
         fingerprint=_fingerprint(processor),
         description={
-            **_describe(processor, image_token, source, checked),
+            **_describe(processor, family, image_token, source, checked),
             "pictures_given_as": "packed pixels" if expander.takes_planes else "PIL images",
-            "feature_width": width,
+            "feature_width": text_model.width,
         },
     )
 
@@ -122,6 +125,15 @@ def _placeholder_ids(processor: Any, image_token: str) -> tuple[int, ...]:
 
 def _with(ids: Sequence[int], more: int | None) -> tuple[int, ...]:
     return tuple(ids) if more is None else tuple(sorted({*ids, more}))
+
+
+def _num_ids(processor: Any, text_model: TextModel, placeholders: Sequence[int]) -> int:
+    """Ids that a prompt may hold: what the tokenizer knows, or the model, whose table may have more rows.
+
+    An image's placeholder may lie behind both: it is never looked up.
+    """
+    known = max(processor.tokenizer.get_vocab().values(), default=-1) + 1
+    return max(known, text_model.vocabulary or 0, *(i + 1 for i in placeholders))
 
 
 def _image_token(processor: Any, family: Family) -> str:
@@ -188,7 +200,10 @@ def _fingerprint(processor: Any) -> str:
     return fingerprint(transformers.__version__, type(processor.image_processor).__name__, processor.to_json_string())
 
 
-def _describe(processor: Any, image_token: str, template_source: str, checked: CheckedProcessor) -> dict[str, object]:
+def _describe(
+    processor: Any, family: Family, image_token: str, template_source: str, checked: CheckedProcessor
+) -> dict[str, object]:
+    reported = family.replacement is None
     return {
         "processor": type(processor).__name__,
         "image_processor": type(processor.image_processor).__name__,
@@ -196,8 +211,11 @@ def _describe(processor: Any, image_token: str, template_source: str, checked: C
         "image_token": image_token,
         "chat_template": template_source,
         "token_counts": "the processor's own expansion of each image, encoded with the prompt",
-        "tensor_split": "each image is processed alone",
+        "image_text": "reported by the processor" if reported else "rebuilt from the processor's outputs",
+        "tensor_split": "each image is processed alone"
+        + ("; one among others with a copy of itself beside it" if family.company else ""),
         "tensors": list(checked.tensor_names),
+        "prompt_tensors": sorted(family.prompt_outputs),
         "compared_with_own_call_over": [list(shape) for shape in checked.shapes],
         "token_types": checked.types.kind,
         "declared_counts": checked.counts.kind or "none",

@@ -1,7 +1,8 @@
 """The check made when a processor is loaded: what is put together here is what the processor itself makes.
 
 A prompt with two neighbouring images of different shape goes through the processor's own call, and through the parts
-of this package. Ids must be equal; every output must belong to an image or to the text; the rule by which token types
+of this package. Ids must be equal; every output must belong to an image or to the text, and what is an image's must
+stay the same whatever text stands around the image; the rule by which token types
 follow from ranges must give the processor's own types; and the number of tokens that it declares must be the number
 that it makes. A processor that differs is refused with the difference, so a family that lays prompts out in a new way
 can not be served wrongly.
@@ -94,6 +95,7 @@ def check_processor(
     unclaimed = set(whole) - TEXT_OUTPUTS - names - set(family.dropped_outputs) - set(family.prompt_outputs)
     if unclaimed:
         raise UnsupportedProcessorError(f"{name} returns outputs that belong to no image: {sorted(unclaimed)}")
+    _check_apart_from_text(name, expander, pictures[0])
     types = _type_rule(name, processor, whole, encoded)
     feature_id = _feature_id(model_config, encoded) if family.takes_rows else None
     made = {picture.size: count_alone(picture, expander, encoder, feature_id, types) for picture in pictures}
@@ -169,6 +171,21 @@ def _check_ids(name: str, own: list[int], ours: list[int]) -> None:
         f"{name} lays prompts out in a way that is not known here: it makes {len(own)} ids and we make {len(ours)}, "
         f"different from index {at} on ({own[at : at + 4]} against {ours[at : at + 4]})"
     )
+
+
+def _check_apart_from_text(name: str, expander: ImageExpander, picture: Image.Image) -> None:
+    """Raises UnsupportedProcessorError if an output that is taken for an image's changes with the prompt's text.
+
+    It would be kept with the image, and be another prompt's when the image is seen again.
+    """
+    import torch
+
+    texts = (expander.image_text, f"{expander.image_text}\nWhat is it, and why?")
+    bare, asked = (expander.image_outputs(expander.call(text, [picture], {})) for text in texts)
+    same = {output for output in bare.keys() & asked.keys() if torch.equal(bare[output], asked[output])}
+    changing = sorted((bare.keys() | asked.keys()) - same)
+    if changing:
+        raise UnsupportedProcessorError(f"{name} returns outputs of an image that change with the text: {changing}")
 
 
 def _type_rule(name: str, processor: Any, whole: Mapping[str, Any], encoded: EncodedPrompt) -> TypeRule:

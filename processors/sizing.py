@@ -1,14 +1,14 @@
 """The most tokens that one image can take, found by search: a picture of odd proportions may take about 1 % more.
 
 Where the processor declares counts, pictures of up to 10,000 a side are asked about in many proportions and sizes, and
-only the one that takes the most is made. Elsewhere blank pictures of growing size are processed, up to 2,048 a side;
-`bounded` says whether the counts had stopped growing by then.
+only the one that takes the most is made. Elsewhere blank pictures of growing size are processed, in each proportion
+until twice the sides take no more tokens, up to 4,096 a side; `bounded` says whether the counts had stopped growing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from processors.counts import DeclaredCounts, ImageCounts
 from processors.errors import ProcessorError, UnsupportedProcessorError
@@ -17,7 +17,7 @@ from processors.expand import call_errors
 __all__ = ["LargestImage", "find_largest"]
 
 _LONGEST = 10_000
-_LONGEST_MADE = 2_048
+_LONGEST_MADE = (1_024, 2_048, 4_096)
 _RATIOS = (1.0, 0.75, 1 / 0.75, 0.5, 2.0, 1 / 3, 3.0, 0.1, 10.0)
 """Width to height of the pictures that are tried."""
 _MORE_RATIOS = (*_RATIOS, 0.8, 1.25, 0.625, 1.6, 2 / 3, 1.5, 0.2, 5.0)
@@ -53,20 +53,31 @@ def find_largest(counts: DeclaredCounts, make: Callable[[Size], ImageCounts]) ->
     """
     if counts.kind is not None:
         return _by_declaration(counts, make)
-    best: tuple[ImageCounts, Size] | None = None
+    best: LargestImage | None = None
     bounded = True
     for ratio in _RATIOS:
-        half = _attempt(make, _picture(_LONGEST_MADE // 2, ratio))
-        whole = _attempt(make, _picture(_LONGEST_MADE, ratio))
-        if whole is None:
+        found = _by_growing(make, ratio)
+        if found is None:
             continue
-        bounded = bounded and half is not None and half.length == whole.length
-        if best is None or whole.length > best[0].length:
-            smaller = half is not None and half.length == whole.length
-            best = (whole, _picture(_LONGEST_MADE // 2 if smaller else _LONGEST_MADE, ratio))
+        bounded = bounded and found.bounded
+        if best is None or found.length > best.length:
+            best = found
     if best is None:
         raise UnsupportedProcessorError("this processor takes no picture of any size that was tried")
-    return LargestImage(best[0].length, best[0].embeds, best[1], bounded)
+    return replace(best, bounded=bounded)
+
+
+def _by_growing(make: Callable[[Size], ImageCounts], ratio: float) -> LargestImage | None:
+    """The largest of one proportion, the smallest picture that takes as many; None if every size is refused."""
+    largest: LargestImage | None = None
+    for longest in _LONGEST_MADE:
+        made = _attempt(make, _picture(longest, ratio))
+        if made is None:
+            continue
+        if largest is not None and made.length <= largest.length:
+            return replace(largest, bounded=True)
+        largest = LargestImage(made.length, made.embeds, _picture(longest, ratio), bounded=False)
+    return largest
 
 
 def _by_declaration(counts: DeclaredCounts, make: Callable[[Size], ImageCounts]) -> LargestImage:

@@ -15,7 +15,7 @@ from processors.types import ProcessedPrompt
 
 __all__ = ["generate_inputs"]
 
-_SECOND: Final = ("idefics", "idefics2", "idefics3", "smolvlm", "mllama", "fuyu", "perception_lm")
+_SECOND: Final = ("idefics", "idefics2", "idefics3", "smolvlm", "mllama", "perception_lm")
 _LAST: Final = ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
 """Families that join the images of one prompt along another dimension than the first: all tensors along the second,
 or the pixels, which are one row of patches, along the last."""

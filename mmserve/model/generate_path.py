@@ -41,6 +41,7 @@ from mmserve.model.interface import (
     PromptPlan,
     SequenceInput,
 )
+from mmserve.model.known_ids import check_known_ids
 from processors.types import ImageItem, ProcessedPrompt
 
 __all__ = ["GenerateModel", "take_over_generation"]
@@ -118,13 +119,20 @@ class GenerateModel:
         """Nothing was bound."""
 
     def plan(self, prompt: ProcessedPrompt) -> PromptPlan:
-        """The whole prompt as one span: it is computed in one piece and never met by a prefix hit."""
+        """The whole prompt as one span: it is computed in one piece and never met by a prefix hit.
+
+        Raises:
+            InputError: The prompt is empty, holds an id that is not in the embedding table, or an image is given as
+                features.
+        """
         if not prompt.token_ids:
             raise InputError("the prompt is empty")
         if any(image.features is not None for image in prompt.images):
             raise InputError(
                 "this model runs through generate(), which encodes pictures itself: give the picture, not its features"
             )
+        table = self._model.get_input_embeddings()
+        check_known_ids(prompt, getattr(table, "num_embeddings", table.weight.shape[0]))
         length = len(prompt.token_ids)
         return PromptPlan(positions=torch.arange(length)[None], spans=((0, length),))
 

@@ -20,6 +20,7 @@ from mmserve.attention.registry import BackendChoice
 from mmserve.errors import EngineError, InputError, UnsupportedModelError
 from mmserve.model.image_rows import ImageEncoder
 from mmserve.model.interface import CacheSpec, ImageRows, LayerCacheSpec, PackedBatch, PromptPlan
+from mmserve.model.known_ids import check_known_ids
 from mmserve.model.positions import find_rope_index, mrope_positions, plain_positions
 from mmserve.model.spans import SpanRule
 from mmserve.model.spread_encoding import SpreadEncoder
@@ -265,13 +266,7 @@ class PagedModel:
         for image in prompt.images:
             if image.features is not None and self._encoder is not None:
                 self._encoder.check_given(image.features)
-        covered = {position for image in prompt.images for position in image.range.embed_positions()}
-        for position, token in enumerate(prompt.token_ids):
-            if not 0 <= token < self._num_embeddings and position not in covered:
-                raise InputError(
-                    f"token {token} at index {position} is not in the model's table of "
-                    f"{self._num_embeddings} embeddings, and no image stands there"
-                )
+        check_known_ids(prompt, self._num_embeddings)
 
 
 def _farther(one: int | None, other: int | None) -> int | None:

@@ -33,7 +33,19 @@ def begin_with_system_prompt(processor: Any, segments: Sequence[Segment]) -> lis
 
 
 def bos_behind_images(processor: Any, segments: Sequence[Segment]) -> list[Segment]:
-    """PaliGemma: a beginning-of-sequence token behind the last image, a newline at the end."""
+    """PaliGemma: a beginning-of-sequence token behind the last image, a newline at the end.
+
+    The caller's own, in front of everything or behind the last image, is that token: there is one.
+    """
     last = max((i for i, segment in enumerate(segments) if segment.kind == "image"), default=-1)
-    bos = Segment("text", str(processor.tokenizer.bos_token))
-    return [*segments[: last + 1], bos, *segments[last + 1 :], Segment("text", "\n")]
+    bos = str(processor.tokenizer.bos_token)
+    before, behind = (_without_first(part, bos) for part in (segments[: last + 1], segments[last + 1 :]))
+    return [*before, Segment("text", bos), *behind, Segment("text", "\n")]
+
+
+def _without_first(segments: Sequence[Segment], bos: str) -> list[Segment]:
+    """The segments without the beginning-of-sequence token that they begin with, if they do."""
+    if not segments or segments[0].kind != "text" or not segments[0].text.startswith(bos):
+        return list(segments)
+    rest = segments[0].text.removeprefix(bos)
+    return [*([Segment("text", rest)] if rest else []), *segments[1:]]

@@ -132,6 +132,19 @@ def test_a_batch_returns_errors_in_their_places(pipe: MMPipeline) -> None:
         pipe.generate_batch([(PICTURE, "What color is the circle?"), ("missing.png", "?")])
 
 
+def test_every_prompt_of_a_batch_is_counted_by_itself(pipe: MMPipeline) -> None:
+    """Three marks and three images all in all, but not one each: nobody gets the other's image."""
+    uneven = [
+        {"prompt": "<image><image> What?", "images": [PICTURE], "raw": True},
+        {"prompt": "<image> What?", "images": [PICTURE, PICTURE], "raw": True},
+    ]
+    good = [{"prompt": "<image> What?", "images": [PICTURE], "raw": True}, {"prompt": "What?", "raw": True}]
+    asked = [{**request, "sampling": {"max_tokens": 2}} for request in (*uneven, *good)]
+    results = pipe.generate_batch(asked, on_error="return")
+    assert [isinstance(result, InputError) for result in results[:2]] == [True, True]
+    assert results[2].usage.image_tokens > results[3].usage.image_tokens == 0  # type: ignore[union-attr]
+
+
 def test_engine_options_that_make_no_sense() -> None:
     with pytest.raises(ConfigError, match="unknown field 'blok_size'"):
         MMPipeline(blok_size=3)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmserve import GenerationOutput, GenerationRequest, MMPipeline, SamplingParams, pipeline
+from mmserve import GenerationOutput, GenerationRequest, ImageInput, MMPipeline, SamplingParams, pipeline
 from mmserve.demo.pictures import Shape, draw_shapes
 from mmserve.errors import DeadlineExceeded, InvalidRequestError, PipelineClosedError, RequestAborted
 
@@ -101,6 +101,15 @@ def test_a_second_question_about_the_same_picture_comes_from_the_caches(pipe: MM
     assert first.usage.cached_tokens == 0
     assert second.usage.cached_tokens >= 256
     assert pipe.stats()["images_encoded"] == encoded
+
+
+def test_a_callers_id_takes_the_place_of_the_pixels(pipe: MMPipeline) -> None:
+    def key(picture: Image.Image, name: str | None) -> str:
+        return pipe.prepare({"prompt": QUESTION, "images": [ImageInput(source=picture, uuid=name)]}).images[0].key
+
+    assert STAR.size == CIRCLE.size
+    assert key(STAR, "a") == key(CIRCLE, "a") != key(STAR, "b")
+    assert key(STAR, None) not in {key(STAR, "a"), key(CIRCLE, None)}
 
 
 def test_deltas_add_up_and_the_last_one_has_the_output(pipe: MMPipeline, expected: GenerationOutput) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -105,12 +108,62 @@ def test_the_users_token_in_front_of_the_image(processor_of: Maker) -> None:
     assert processor.tokenizer.decode(result.token_ids[:start]).endswith("<image> or ")
 
 
-@pytest.mark.parametrize(("prompt", "count"), [("<image><image>", 1), ("<image>", 0), ("<image>", 2)])
-def test_a_count_mismatch_names_both_numbers(processor_of: Maker, prompt: str, count: int) -> None:
-    with pytest.raises(PromptError) as caught:
-        processor_of("llava").process(prompt, _pictures(count), raw=True)
-    assert str(prompt.count("<image>")) in str(caught.value)
-    assert str(count) in str(caught.value)
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "mllama", "idefics3", "fuyu"])
+@pytest.mark.parametrize(("positions", "count"), [(2, 1), (1, 0), (1, 2)])
+def test_a_count_mismatch_names_both_numbers(processor_of: Maker, family: str, positions: int, count: int) -> None:
+    """Before anything runs: no picture is processed."""
+    processor = processor_of(family)
+    misses = processor.describe()["image_cache"]["misses"]  # type: ignore[index]
+    pictures = [noise(61, 47, 1000 + 10 * positions + seed) for seed in range(count)]
+    for mark in ("<image>", str(processor.describe()["image_token"])):
+        if mark == "<image>" != processor.describe()["image_token"] and not count:
+            continue  # without images a neutral mark is text
+        with pytest.raises(PromptError, match=rf"has {positions} image positions .* but {count} images"):
+            processor.process(mark * positions, pictures, raw=True)
+    if processor.has_chat_template:
+        content = [{"type": "image"}] * positions
+        with pytest.raises(PromptError, match=rf"{positions} image parts .* but {count} images"):
+            processor.process([{"role": "user", "content": content}], pictures)
+    assert processor.describe()["image_cache"]["misses"] == misses  # type: ignore[index]
+
+
+@pytest.mark.parametrize("role", ["system", "assistant", "tool"])
+def test_an_image_in_any_turn_is_seen_or_refused(processor_of: Maker, builders: Any, role: str) -> None:
+    """The tiny families' template renders images in every turn; one that leaves some out is an error, not a loss."""
+    turns = [{"role": role, "content": [{"type": "image", "image": noise(50, 40)}]}, {"role": "user", "content": "x"}]
+    assert len(processor_of("llava").process(turns).images) == 1
+    deaf = builders.build("llava")
+    deaf.chat_template = deaf.chat_template.replace("'image' %}", "'image' and message['role'] == 'user' %}")
+    with pytest.raises(PromptError, match=f"wrote 0 image tokens for 1 images .*{role}"):
+        PromptProcessor.from_processor(deaf).process(turns)
+
+
+def test_a_turned_picture_is_the_picture_turned(processor_of: Maker) -> None:
+    """Orientation comes before size, tokens and key."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture = noise(240, 60)
+    stream = io.BytesIO()
+    picture.save(stream, "PNG", exif=exif)
+    tagged, turned = (
+        processor_of("qwen2_vl").process("x", [source]).images[0]
+        for source in (stream.getvalue(), picture.transpose(Image.Transpose.ROTATE_270))
+    )
+    assert tagged.size == (60, 240)
+    assert (tagged.key, tagged.range) == (turned.key, turned.range)
+
+
+def test_a_data_url_counts_as_the_picture_that_it_carries(processor_of: Maker) -> None:
+    stream = io.BytesIO()
+    noise(320, 300).save(stream, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+    assert len(url) > 300_000
+    part = {"type": "image_url", "image_url": {"url": url}}
+    sent = processor_of("llava").process([{"role": "user", "content": [part, {"type": "text", "text": "x"}]}])
+    given = processor_of("llava").process("x", [noise(320, 300)])
+    assert sent.token_ids == given.token_ids
+    assert sent.images[0].key == given.images[0].key
+    assert url not in sent.text
 
 
 def test_raw_prompts_take_tokens_or_marks_or_images_first(processor_of: Maker) -> None:
@@ -159,20 +212,29 @@ def test_text_that_is_no_unicode_is_refused(processor_of: Maker, raw: bool) -> N
     assert processor_of("llava").process("\0\u200b\U0010ffff", _pictures(1), raw=raw, image_ids=["\ud800"]).images
 
 
-@pytest.mark.parametrize("prompt", [5, None, {"role": "user"}, b"x", [], [1.5], [[1]], ["x"]])
+@pytest.mark.parametrize("prompt", [5, None, {"role": "user"}, b"x", [], [1.5], [[1]], ["x"], [True, False]])
 def test_other_prompts_are_refused(processor_of: Maker, prompt: object) -> None:
     with pytest.raises(PromptError):
         processor_of("llava").process(prompt)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("raw", [True, False])
-def test_exactly_one_beginning_token(processor_of: Maker, raw: bool) -> None:
-    processor = processor_of("gemma3")
+@pytest.mark.parametrize("family", ["gemma3", "llava", "mistral3", "emu3", "paligemma", "mllama"])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_exactly_one_beginning_token(processor_of: Maker, family: str, count: int) -> None:
+    """By the tokenizer, the template, the processor or the caller: chat and raw, with and without images."""
+    processor = processor_of(family)
+    if family == "paligemma" and not count:
+        return  # it takes no text alone
     bos = processor.tokenizer.bos_token_id
-    for prompt in ("hello", "<s>hello") if raw else ("hello",):
-        result = processor.process(prompt, _pictures(1), raw=raw)
-        assert result.token_ids[0] == bos
-        assert result.token_ids.count(bos) == 1
+    for prompt, raw in [("hello", True), ("<s>hello", True), ("hello", False)]:
+        result = processor.process(prompt, _pictures(count), raw=raw)
+        assert result.token_ids.count(bos) == 1, (prompt, raw)
+        if raw or family != "paligemma":  # of which the tiny template, unlike its own processor, writes a role in front
+            assert next(i for i in result.token_ids if i not in _of_images(result)) == bos, (prompt, raw)
+
+
+def _of_images(result: ProcessedPrompt) -> set[int]:
+    return {result.token_ids[i] for image in result.images for i in range(image.range.offset, image.range.end)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -272,3 +334,19 @@ def test_ids_with_a_wrong_expansion_are_refused(processor_of: Maker, family: str
     ):
         with pytest.raises(PromptError):
             processor.process(wrong, [picture])
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_ids_that_the_model_does_not_have_are_refused(builders: Any, family: str) -> None:
+    """Up to the larger of tokenizer and model, whose table may have more rows; the text part says how many."""
+    processor = PromptProcessor.from_processor(builders.build(family))
+    known = max(processor.tokenizer.get_vocab().values()) + 1
+    config = {"model_type": family, "text_config": {"vocab_size": known + 50}, "vocab_size": 5}
+    padded = PromptProcessor.from_processor(builders.build(family), model_config=config)
+    for made, number in ((processor, known), (padded, known + 50)):
+        assert made.process([1, number - 1]).token_ids == (1, number - 1)
+        for wrong in (number, 10**9, 10**60, -1):
+            with pytest.raises(
+                PromptError, match=rf"token id {str(wrong)[:20]}.* at index 1 .*ids are 0 to {number - 1}$"
+            ):
+                made.process([1, wrong, 2])

@@ -11,6 +11,8 @@ from pictures import noise
 from processors import ImageFeatures, PromptProcessor
 
 SIZES = [(28, 28), (97, 61), (61, 97), (200, 20), (20, 200), (128, 64), (50, 60), (33, 31)]
+MANY_SIZES = [(w, h) for w in (1, 8, 29, 50, 60) for h in (1, 15, 29, 43, 60)] + [(999, 10), (10, 999)]
+"""For families whose rows follow from several roundings, of tiles and of what is cut off from them again."""
 FAMILIES = [
     "fuyu", "gemma3", "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3",
     "qwen2_vl", "qwen3_vl", "smolvlm",
@@ -45,7 +47,7 @@ def test_rows_equal_features(builders: Any, family: str) -> None:
     processor = PromptProcessor.from_processor(builders.build(family, recipe))
     model = _model(family, overrides, processor)
     width = model.config.get_text_config().hidden_size
-    for seed, size in enumerate(SIZES):
+    for seed, size in enumerate(SIZES + (MANY_SIZES if family == "llava_next" else [])):
         one, other = noise(*size, seed), noise(*size[::-1], seed)
         for pictures in ([one],) if family == "fuyu" else ([one], [one, other]):
             for image in processor.process("x", pictures).images:

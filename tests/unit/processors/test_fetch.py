@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import socket
 import threading
 import time
@@ -12,11 +13,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
+from pictures import noise
 
-from processors import MediaFetchError, MediaOptions
+from processors import MediaError, MediaFetchError, MediaOptions, load_image
 from processors.fetch import fetch_url, is_public
 
 LOCAL = MediaOptions(allow_private_urls=True, url_timeout=5.0, max_image_bytes=100_000)
+
+PICTURE = noise(21, 13, 4)
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -26,6 +30,14 @@ def _plain(handler: BaseHTTPRequestHandler) -> None:
     handler.send_header("Content-Length", "5")
     handler.end_headers()
     handler.wfile.write(b"hello")
+
+
+def _picture(handler: BaseHTTPRequestHandler) -> None:
+    stream = io.BytesIO()
+    PICTURE.save(stream, "PNG")
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(stream.getvalue())
 
 
 def _redirect(handler: BaseHTTPRequestHandler) -> None:
@@ -128,6 +140,7 @@ LIES: dict[str, tuple[Answer, str]] = {
 class _Handler(BaseHTTPRequestHandler):
     answers: ClassVar[dict[str, Answer]] = {
         "/plain": _plain,
+        "/picture": _picture,
         "/redirect": _redirect,
         "/circle": _circle,
         "/endless": _endless,
@@ -174,6 +187,12 @@ def server() -> Iterator[Server]:
 def test_fetches_where_it_is_allowed(server: Server) -> None:
     assert fetch_url(f"{server.url}/plain", LOCAL) == b"hello"
     assert server.seen == [("/plain", f"127.0.0.1:{server.server_port}")]
+
+
+def test_a_picture_behind_a_redirect_is_a_picture(server: Server) -> None:
+    assert load_image(f"{server.url}/redirect?to=/picture", LOCAL).tobytes() == PICTURE.tobytes()
+    with pytest.raises(MediaError, match=r"the image at 'http.*/plain' is no image of a known format"):
+        load_image(f"{server.url}/plain", LOCAL)
 
 
 def test_follows_redirects_up_to_the_limit(server: Server) -> None:

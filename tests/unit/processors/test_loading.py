@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pictures import ROOT, noise
 
-from processors import PromptError, PromptProcessor, UnsupportedProcessorError
+from processors import ProcessorError, PromptError, PromptProcessor, UnsupportedProcessorError
 from processors.families import Family
 from processors.families.table import FAMILIES
 
@@ -129,6 +129,56 @@ def test_an_output_that_nobody_claims_is_refused(builders: Any, monkeypatch: pyt
     monkeypatch.setattr(type(processor), "__call__", changed)
     with pytest.raises(UnsupportedProcessorError, match="secret"):
         PromptProcessor.from_processor(processor)
+
+
+def test_an_output_that_follows_the_text_is_no_images(builders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept with an image, it would be another prompt's when the image is seen again."""
+    import torch
+
+    processor = builders.build("llava")
+    original = type(processor).__call__
+
+    def changed(self: Any, images: Any = None, text: Any = None, **kwargs: Any) -> Any:
+        outputs = original(self, images=images, text=text, **kwargs)
+        outputs["places"] = torch.arange(outputs["input_ids"].shape[-1])[None]
+        return outputs
+
+    monkeypatch.setattr(type(processor), "__call__", changed)
+    with pytest.raises(UnsupportedProcessorError, match=r"change with the text: \['places'\]"):
+        PromptProcessor.from_processor(processor)
+
+
+def test_counts_that_part_after_loading_are_an_error(builders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the processor declares for a size is held against what it makes of every picture."""
+    processor = builders.build("llava")
+    made = PromptProcessor.from_processor(processor)
+    original = type(processor)._get_num_multimodal_tokens
+
+    def changed(self: Any, image_sizes: Any = None, **kwargs: Any) -> Any:
+        counts = original(self, image_sizes=image_sizes, **kwargs)
+        counts.num_image_tokens = [n + (width == 33) for n, (_, width) in zip(counts.num_image_tokens, image_sizes)]  # noqa: B905
+        return counts
+
+    monkeypatch.setattr(type(processor), "_get_num_multimodal_tokens", changed)
+    assert made.process("x", [noise(34, 20)]).images
+    with pytest.raises(ProcessorError, match=r"declares 17 tokens for an image of 33x20, but made 16 \(embeds\)"):
+        made.process("x", [noise(33, 20)])
+
+
+def test_the_processor_of_the_folder_is_used_and_named(builders: Any) -> None:
+    """Two backends of one image processor resize a little differently: keys tell them apart, describe() names them."""
+    import transformers
+
+    own = builders.build("qwen2_vl")
+    other = builders.build("qwen2_vl")
+    other.image_processor = transformers.Qwen2VLImageProcessorPil(**other.image_processor.to_dict())
+    made = [PromptProcessor.from_processor(processor) for processor in (own, other)]
+    names = [processor.describe()["image_processor"] for processor in made]
+    assert names == ["Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil"]
+    one, two = (processor.process("x", [noise(97, 61)]).images[0] for processor in made)
+    assert one.key != two.key
+    assert one.range == two.range
+    assert (one.tensors["pixel_values"] - two.tensors["pixel_values"]).abs().max() < 0.05
 
 
 def test_a_wrong_declared_count_is_refused(builders: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,21 @@ def test_orientation_is_applied_once(orientation: int) -> None:
     assert _same(load_image(loaded), expected)  # no tag is left that a second reader would apply again
 
 
+@pytest.mark.parametrize("form", ["JPEG", "MPO", "TIFF", "WEBP", "AVIF", "PNG"])
+def test_every_format_that_has_an_orientation_is_turned_once(form: str) -> None:
+    """Pillow turns some formats by itself while it decodes them, and others not."""
+    flat = Image.new("RGB", (48, 16), "red")
+    flat.paste("blue", (24, 0, 48, 16))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for source in (data := _encoded(flat, form, exif=exif), Image.open(io.BytesIO(data))):
+        loaded = load_image(source)
+        assert loaded.size == (16, 48)
+        top, bottom = loaded.getpixel((8, 8)), loaded.getpixel((8, 40))
+        assert top[0] > 200 > 60 > top[2]  # type: ignore[index]
+        assert bottom[2] > 200 > 60 > bottom[0]  # type: ignore[index]
+
+
 @pytest.mark.parametrize("value", [0, 9, 77])
 def test_an_unknown_orientation_means_none(value: int) -> None:
     exif = Image.Exif()
@@ -142,6 +157,27 @@ def test_modes_keep_the_picture(mode: str) -> None:
     assert loaded.mode == "RGB"
     assert max(loaded.getpixel((3, 3))) <= 2  # type: ignore[type-var]
     assert min(loaded.getpixel((20, 3))) >= 253  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("mode", ["P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"])
+def test_modes_keep_the_colours(mode: str) -> None:
+    image = Image.new("RGB", (30, 10), (200, 40, 90))
+    image.paste((20, 150, 60), (15, 0, 30, 10))
+    given = image.convert("P").convert("PA") if mode == "PA" else image.convert(mode)
+    loaded = load_image(given)
+    for place in ((5, 5), (25, 5)):
+        pairs = zip(loaded.getpixel(place), image.getpixel(place), strict=True)  # type: ignore[arg-type]
+        assert max(abs(ours - own) for ours, own in pairs) <= (60 if mode in ("P", "PA") else 6)
+    if mode in ("P", "PA"):
+        assert _same(loaded, image.convert("P").convert("RGB"))
+
+
+@pytest.mark.parametrize("kind", [">u2", "<u2"])
+def test_deep_grey_of_either_byte_order(kind: str) -> None:
+    values = numpy.array([[0, 257 * 100, 65535]], numpy.uint16)
+    mode = "I;16B" if kind == ">u2" else "I;16"
+    image = Image.frombytes(mode, (3, 1), values.astype(kind).tobytes())
+    assert numpy.asarray(load_image(image))[0, :, 0].tolist() == [0, 100, 255]
 
 
 @pytest.mark.parametrize(
@@ -372,6 +408,11 @@ BASE64 = base64.b64encode(DATA).decode()
         "data:image/png;base64," + "\r\n\t".join(BASE64),
         "data:image/png;base64," + "".join(f"%{ord(c):02x}" for c in BASE64),
         f"data:image/png;base64,{BASE64.rstrip('=')}====",
+        f"data:image/png;base64,{BASE64}#page=1",
+        f"data:image/png,{quote_from_bytes(DATA)}#a,b",
+        f"data:image/png;name=base64;base64,{BASE64}",
+        f"data:image/png;name=%22a%2Cb%22;base64,{BASE64}",
+        f"data:image/svg%2Bxml;BASE64,{BASE64}",
     ],
 )
 def test_data_urls(url: str) -> None:
@@ -391,6 +432,8 @@ def test_data_urls(url: str) -> None:
         f"data:image/png;base64,{BASE64[:40]}={BASE64[40:]}",
         "data:image/png;base64,%",
         "data:image/png;base64,====",
+        f"data:image/png;base64,#{BASE64}",
+        f"data:image/png;name=base64,{BASE64}",
         "data:,",
         "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg'/%3E",
         f"data:image/png,{BASE64}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -216,6 +217,35 @@ def test_the_largest_image(processor_of: Maker, family: str, bounded: bool) -> N
         assert processor.process("x", [noise(*size)]).images[0].range.length <= largest.length
 
 
+@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl"])
+def test_the_largest_image_is_found_without_making_a_huge_one(
+    builders: Any, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """With real sizes: pictures of 10,000 a side are asked about, and one that takes as many tokens is made."""
+    from PIL import Image
+
+    from fixtures.tiny_processors.builders import RECIPES, Recipe
+
+    recipe = RECIPES.get(family, Recipe())
+    real = {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}} if family == "qwen2_5_vl" else {}
+    processor = PromptProcessor.from_processor(builders.build(family, replace(recipe, image_arguments=real)))
+    made: list[int] = []
+    original = Image.new
+
+    def new(mode: str, size: tuple[int, int], *rest: Any) -> Any:
+        made.append(size[0] * size[1])
+        return original(mode, size, *rest)
+
+    monkeypatch.setattr(Image, "new", new)
+    largest = processor.largest_image()
+    assert largest.bounded
+    assert largest.length > 1000
+    assert max(made) < 3_000_000
+    declared = processor._loaded.counts
+    for size in ((10_000, 10_000), (10_000, 7_500), (2_000, 9_000)):
+        assert (declared.declared(size) or 0) <= max(largest.num_embeds, largest.length)
+
+
 def test_splitting_can_be_switched_off_for_a_request(processor_of: Maker) -> None:
     processor = processor_of("idefics3")
     split = processor.process("x", [noise(120, 80)]).images[0]
@@ -224,3 +254,9 @@ def test_splitting_can_be_switched_off_for_a_request(processor_of: Maker) -> Non
     assert split.tensors["pixel_values"].shape[1] > 1
     assert whole.range.num_embeds == 4
     assert split.range.num_embeds == 4 * split.tensors["pixel_values"].shape[1]
+    pictures = [noise(20, 20), noise(120, 80)]
+    for options in ({}, {"do_image_splitting": False}):  # an image that is not split is one tile, not none
+        for picture, image in zip(pictures, processor.process("x", pictures, options=options).images, strict=True):
+            alone = processor.process("x", [picture], options=options).images[0]
+            assert torch.equal(image.tensors["pixel_values"], alone.tensors["pixel_values"])
+            assert image.range.num_embeds == 4 * image.tensors["pixel_values"].shape[1] > 0
