@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mmserve.bench.apart import MiB, measure_apart, say_result, start_measuring
 from mmserve.bench.report import json_line, table
-from mmserve.bench.resident import MiB, apart, reset_peak, resident, say_result
+from mmserve.engine.resident import resident
 
 __all__ = ["render", "run"]
 
@@ -31,7 +32,7 @@ def run(model: Path, *, dtype: str = "auto") -> dict[str, Any]:
     Raises:
         MMServeError: The system is not Linux, or the model can not be loaded; says why.
     """
-    return apart("mmserve.bench.loading", [str(model), dtype], f"{model} could not be loaded")
+    return measure_apart("mmserve.bench.loading", [str(model), dtype], f"{model} could not be loaded")
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -49,8 +50,7 @@ def _measure(model: Path, dtype: str) -> dict[str, Any]:
     from mmserve.model import load_model
 
     load_model(demo_model_folder(), block_size=16, device="cpu", dtype=dtype)
-    reset_peak()
-    before = resident().now
+    before = start_measuring()
     started = time.perf_counter()
     loaded = load_model(model, block_size=16, device="cpu", dtype=dtype)
     seconds = time.perf_counter() - started

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmserve.bench.apart import MiB, measure_apart, say_result, start_measuring
 from mmserve.bench.report import json_line, table
-from mmserve.bench.resident import MiB, apart, reset_peak, resident, say_result
+from mmserve.engine.resident import resident
 
 if TYPE_CHECKING:
     from mmserve.pipeline import MMPipeline
@@ -54,7 +55,7 @@ def run(model: Path, *, dtype: str = "auto", workload: Workload | None = None) -
     """
     work = workload or Workload()
     arguments = [str(model), dtype, str(work.requests), str(work.tokens), str(work.cache)]
-    return apart("mmserve.bench.memory", arguments, f"{model} could not be asked")
+    return measure_apart("mmserve.bench.memory", arguments, f"{model} could not be asked")
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -71,8 +72,7 @@ def _measure(model: Path, dtype: str, work: Workload) -> dict[str, Any]:
     with closing(_pipeline(demo_model_folder(), "auto", work.cache)) as pipe:
         _ask(pipe, 1, work.tokens)
     del pipe
-    reset_peak()
-    before = resident().now
+    before = start_measuring()
     with closing(_pipeline(model, dtype, work.cache)) as pipe:
         loaded = resident().now - before
         _ask(pipe, work.requests, work.tokens)

@@ -121,8 +121,8 @@ def loading(model: Path | None, shape: str, dtype: str) -> None:
 @click.option("--cache", type=click.IntRange(1), default=256, show_default=True, help="MiB for keys and values.")
 def memory(model: Path | None, shape: str, dtype: str, requests: int, tokens: int, cache: int) -> None:
     """The peak of memory while requests are answered, against the weights and the cache that was asked for."""
+    from mmserve.bench.apart import MiB
     from mmserve.bench.memory import Workload, render, run
-    from mmserve.bench.resident import MiB
     from mmserve.bench.shapes import build_shape
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -16,6 +15,7 @@ from mmserve.config import EngineConfig
 from mmserve.engine.admission import plan_request
 from mmserve.engine.batch import Fork, NewRequest, ScheduledBatch
 from mmserve.engine.defaults import resolve_sampling
+from mmserve.engine.resident import reset_peak, resident
 from mmserve.engine.runner import ModelRunner
 from mmserve.engine.scheduler import Scheduler, SchedulerLimits
 from mmserve.engine.sizing import cache_bytes, resolve_limits
@@ -112,32 +112,15 @@ def run_trial(trial: Trial, model: Model, device: torch.device, *, samples: bool
 def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return  # the peak of the whole life so far counts: more than needed, never less
+    else:
+        reset_peak()
 
 
 def memory_in_use(device: torch.device) -> int:
     """Bytes in use now: of this process, or on the card."""
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else _resident("VmRSS:")
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else resident().now
 
 
 def _peak(device: torch.device) -> int:
     """Most bytes in use since the reset: of this process, or on the card."""
-    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _resident("VmHWM:")
-
-
-def _resident(name: str) -> int:
-    """Bytes of this process in memory, by the kernel's name for them; where it has none, the most there ever were."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        (line,) = (line for line in status.splitlines() if line.startswith(name))
-        return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        import resource
-        import sys
-
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else resident().peak
