@@ -34,7 +34,8 @@ def report(results: Sequence[Result]) -> str:
     images = [result for result in results if result.name in mapped]
     texts = [result for result in results if result.name not in mapped]
     packed = [result for result in images if result.path == "paged"]
-    alone = [result for result in images if result.path != "paged"]
+    alone = [result for result in images if result.path == "generate"]
+    failed = [result for result in images if result.failure]
     rest = sorted(mapped - {result.name for result in images} - set(REFUSED))
     refused = [name for name in sorted(REFUSED) if name in mapped]
     return "\n".join(
@@ -52,6 +53,7 @@ def report(results: Sequence[Result]) -> str:
             "",
             *_rows(alone, True),
             "",
+            *(("## Not equal, or not loaded", "", *_rows(failed, False), "") if failed else ()),
             "## Language models without images",
             "",
             "Others of the causal-LM mapping take the packed path if it agrees with the plain model on a trial text.",
@@ -75,6 +77,6 @@ def _rows(results: Sequence[Result], with_reason: bool) -> list[str]:
     for result in results:
         outcome = result.failure or f"equal, {result.worst:.0e}"
         line = f"| {result.name} | {result.compared} | {outcome} |"
-        path = "packed" if result.path == "paged" else f"`generate()`: {result.reason}"
+        path = {"paged": "packed", "generate": f"`generate()`: {result.reason}"}.get(result.path, "")
         lines.append(f"{line} {path} |" if with_reason else line)
     return lines
