@@ -18,6 +18,7 @@ from mmserve.batching import BatchRun, give_up
 from mmserve.config import EngineConfig
 from mmserve.engine.handle import check_request_id, drop_locals
 from mmserve.errors import DeadlineExceeded, InvalidRequestError, MMServeError, PipelineClosedError, RequestAborted
+from mmserve.model.memory import give_back_after
 from mmserve.requests import (
     Images,
     RequestLike,
@@ -400,6 +401,7 @@ class MMPipeline:
             raise RequestAborted(f"request {request_id} was aborted")
         began = time.monotonic()
         prompt = process_request(self._processor, request)
+        give_back_after(sum(image.nbytes() for image in prompt.images))
         return self._engine.submit(
             prompt,
             request.sampling,

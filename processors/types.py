@@ -81,6 +81,10 @@ class ImageItem:
     size: tuple[int, int]
     features: ImageFeatures | None = None
 
+    def nbytes(self) -> int:
+        """Bytes of memory that the tensors take."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessedPrompt:
