@@ -111,6 +111,8 @@ struct Kernels {
   void (*gelu_tanh)(const void* x, void* out, int64_t width);
   // out[d] = x rotated: halves (x1, x2) -> (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2); out may be x
   void (*rotate)(const void* x, const void* cos, const void* sin, void* out, int64_t d);
+  // out[begin .. end - 1]: the sum of `count` parts in their order, in float; out may be one of them
+  void (*sum)(const void* const* parts, int64_t count, void* out, int64_t begin, int64_t end);
 };
 
 struct InstructionSet {

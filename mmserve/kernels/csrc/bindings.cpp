@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "encoder.h"
+#include "exchange.h"
 #include "layer.h"
 
 namespace py = pybind11;
@@ -73,6 +74,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                 heads, scale, input_eps, middle_eps, activation_named(activation));
       }))
       .def("forward", &EncoderLayer::forward, Unlocked());
+
+  py::class_<SharedExchange>(m, "SharedExchange")
+      .def(py::init([](int memory, int64_t rank, int64_t size, const std::vector<int>& peers, double timeout) {
+        auto exchange = std::make_unique<SharedExchange>(memory, rank, size, peers, timeout);
+        exchange->while_waiting = [] {  // Ctrl-C, where it is this thread's to handle
+          py::gil_scoped_acquire locked;
+          if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        };
+        return exchange;
+      }))
+      .def_static("bytes", &SharedExchange::bytes)
+      .def("sum", &SharedExchange::sum, Unlocked())
+      .def("gather", &SharedExchange::gather, Unlocked())
+      .def("broadcast", &SharedExchange::broadcast, Unlocked())
+      .def("leave", &SharedExchange::leave);
 
   // Layers one after the other; each has its own cache and intervals.
   m.def(
