@@ -10,6 +10,6 @@
     csrc/*.cpp          tensors, threads, one decoder layer as a whole, the Python face
 
 Environment:
-    MMSERVE_KERNELS     auto (default), off (torch code), or the instruction set to use: avx512, avx2, plain
+    MMSERVE_KERNELS     auto (default), off (torch code), or the instruction set to use: amx, avx512, avx2, plain
     MMSERVE_CACHE_DIR   where the compiled library is kept; default: mmserve in the user's cache folder
 """

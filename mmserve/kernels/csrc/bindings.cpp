@@ -30,12 +30,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("available_instruction_sets", &available_instruction_sets);
   m.def("active_instruction_set", &active_instruction_set);
   m.def("use_instruction_set", &use_instruction_set);
+  m.def("missing_instruction_set", &missing_instruction_set);
   m.attr("most_linear_rows") = kLinearRows;
 
   m.def("linear", &linear, Unlocked());
   m.def("dense", &dense, Unlocked());
   m.def("dense_pays", &dense_pays);
-  m.attr("least_dense_rows") = kDenseRows;
+  m.def("attention_pays", &attention_pays);
   m.def("layer_norm", &layer_norm, Unlocked());
   m.def("rms_norm", &rms_norm, Unlocked());
   m.def("silu_mul", &silu_mul, Unlocked());
