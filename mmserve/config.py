@@ -68,6 +68,12 @@ class EngineConfig(Schema):
     processor_cache_memory: Int = Field(
         default=GiB // 4, ge=0, description="Bytes of processed images kept, so that one seen before is not processed."
     )
+    prepared_memory: Int | None = Field(
+        default=None,
+        ge=0,
+        description="Bytes of newly processed images whose request no step has begun with: prompts with images wait "
+        "for that room, and one may always be prepared. None: 64 MiB, or 1 GiB where the model is on a GPU.",
+    )
     tensor_parallel: Int = Field(
         default=1, ge=1, le=64, description="Processes that share each layer of the model; this one is the first."
     )

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,12 +19,15 @@ from mmserve.batching import BatchRun, give_up
 from mmserve.config import EngineConfig
 from mmserve.engine.handle import check_request_id, drop_locals
 from mmserve.errors import DeadlineExceeded, InvalidRequestError, MMServeError, PipelineClosedError, RequestAborted
+from mmserve.lookahead import Lookahead, Prepared
+from mmserve.model.memory import give_back_after
 from mmserve.requests import (
     Images,
     RequestLike,
     as_request,
     build_request,
     chat_request,
+    image_inputs,
 )
 from mmserve.types import GenerationOutput, GenerationRequest, Message, SamplingParams, StreamDelta
 
@@ -37,8 +41,15 @@ if TYPE_CHECKING:
 
 __all__ = ["MMPipeline"]
 
+_AHEAD = 64 * 2**20
+"""Bytes of images that wait for a CPU: one or two large ones, which take it longer than others to prepare."""
+_AHEAD_OF_GPU = 2**30
+
 PROGRESS_DELAY = 2.0
 """Seconds of work after which a progress bar appears by itself."""
+
+
+_CLOSED = "this pipeline was closed: make a new one"
 
 
 class MMPipeline:
@@ -87,6 +98,10 @@ class MMPipeline:
         self._last_description: dict[str, Any] = {}
         self._engine = parts.engine
         self._workers = ThreadPoolExecutor(self._config.preprocess_threads, thread_name_prefix="mmserve-preprocess")
+        ahead = self._config.prepared_memory
+        if ahead is None:
+            ahead = _AHEAD if parts.model.describe()["device"] == "cpu" else _AHEAD_OF_GPU
+        self._lookahead = Lookahead(self._workers, self._config.preprocess_threads, ahead)
         self._preparing: dict[str, bool] = {}  # id of a request with a worker -> whether it was aborted there
         self._preparing_lock = threading.Lock()
         self._closed = False
@@ -260,9 +275,13 @@ class MMPipeline:
         self._check_open()
         check_request_id(request_id)
         with self._preparing_lock:
-            if request_id in self._preparing:
+            preparing = request_id in self._preparing
+            if preparing:
                 self._preparing[request_id] = True
-                return True
+        if preparing:
+            if self._lookahead.drop(request_id, RequestAborted(f"request {request_id} was aborted")):
+                self._end_preparing(request_id)
+            return True
         return self._engine.abort(request_id)
 
     # -- looking --------------------------------------------------------------------------------
@@ -303,6 +322,7 @@ class MMPipeline:
         if self._closed:
             return
         self._closed = True
+        self._lookahead.close(PipelineClosedError(_CLOSED))
         self._workers.shutdown(wait=False)  # what is in line there finds the pipeline closed, and says so
         self._engine.close()
         self._workers.shutdown(wait=True)
@@ -370,37 +390,44 @@ class MMPipeline:
             if request_id in self._preparing:
                 raise InvalidRequestError(f"a request with id {request_id!r} is still running")
             self._preparing[request_id] = False
+        prepare = partial(self._prepare_and_submit, request, request_id, time.monotonic())
         try:
-            return self._workers.submit(self._prepare_and_submit, request, request_id, time.monotonic())
-        except RuntimeError:  # closed between the check and here
+            if image_inputs(request):
+                begun = self._lookahead.submit(request_id, request.priority, prepare)
+            else:
+                begun = self._workers.submit(lambda: prepare().handle)
+        except (RuntimeError, PipelineClosedError):  # closed between the check and here
             self._end_preparing(request_id)
             self._check_open()
             raise
+        begun.add_done_callback(lambda begun: begun.cancelled() and self._end_preparing(request_id))
+        return begun
 
-    def _prepare_and_submit(self, request: GenerationRequest, request_id: str, arrival: float) -> RequestHandle:
+    def _prepare_and_submit(self, request: GenerationRequest, request_id: str, arrival: float) -> Prepared:
         try:
-            handle = self._prepare(request, request_id, arrival)
+            prepared = self._prepare(request, request_id, arrival)
         except BaseException as error:
             drop_locals(error)
             raise
         finally:
             aborted = self._end_preparing(request_id)
         if aborted:
-            handle.abort()
-        return handle
+            prepared.handle.abort()
+        return prepared
 
     def _end_preparing(self, request_id: str) -> bool:
         """The engine has the request, or nobody; returns whether it was aborted before."""
         with self._preparing_lock:
             return self._preparing.pop(request_id, False)
 
-    def _prepare(self, request: GenerationRequest, request_id: str, arrival: float) -> RequestHandle:
+    def _prepare(self, request: GenerationRequest, request_id: str, arrival: float) -> Prepared:
         self._check_open()
         if self._preparing.get(request_id):
             raise RequestAborted(f"request {request_id} was aborted")
         began = time.monotonic()
         prompt = process_request(self._processor, request)
-        return self._engine.submit(
+        give_back_after(prompt.new_bytes)
+        handle = self._engine.submit(
             prompt,
             request.sampling,
             request_id=request_id,
@@ -410,6 +437,7 @@ class MMPipeline:
             preprocess=time.monotonic() - began,
             logits_processors=request.logits_processors,
         )
+        return Prepared(handle, prompt.new_bytes)
 
     def _progress_bar(self, total: int, wanted: bool | None) -> Any:
         from tqdm import tqdm
@@ -424,7 +452,7 @@ class MMPipeline:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise PipelineClosedError("this pipeline was closed: make a new one")
+            raise PipelineClosedError(_CLOSED)
 
 
 class DeltaStream(Iterator[StreamDelta]):

@@ -271,6 +271,7 @@ class PromptProcessor:
             prompt_tensors=self._prompt_tensors(encoded, prepared),
             mm_token_type_ids=self._loaded.types.types(encoded.token_ids, encoded.image_spans),
             text=text,
+            new_bytes=sum(image.expansion.nbytes() for image in prepared if image.is_new),
         )
 
     def _prompt_tensors(self, encoded: EncodedPrompt, prepared: Sequence[PreparedImage]) -> dict[str, Any]:

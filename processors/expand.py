@@ -40,6 +40,9 @@ TEXT_OUTPUTS = frozenset(
 """Outputs that belong to the text of a prompt, in every family."""
 
 
+_LEAST_REPEATS = 4096
+"""Values of a tensor from which it is worth looking whether they are all the same."""
+
 _LEAST_SIDE = 8
 """Pixels a side from which pictures go as packed pixels: with fewer, some code takes a side for the channels."""
 
@@ -60,8 +63,8 @@ class Expansion:
     tensors: Mapping[str, torch.Tensor]
 
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        """Bytes of memory that the tensors take."""
+        return sum(t.untyped_storage().nbytes() for t in self.tensors.values())
 
     def equals(self, other: Expansion) -> bool:
         """Whether text and tensors are the same, to the bit."""
@@ -184,9 +187,19 @@ class ImageExpander:
         return found
 
     def _own_part(self, name: str, value: torch.Tensor, copies: int) -> torch.Tensor:
-        if copies == 1 or value.shape[0] != copies:
-            return value
-        return value[:1].clone()
+        own = value if copies == 1 or value.shape[0] != copies else value[:1].clone()
+        return _without_repeats(own)
+
+
+def _without_repeats(value: torch.Tensor) -> torch.Tensor:
+    """`value` itself; or, if it is one integer throughout, a view of the same shape and dtype of that integer alone.
+
+    A mask that says that all pixels count is int64 in some families: twice the bytes of the pixels' one channel.
+    """
+    if value.is_floating_point() or value.is_complex() or value.numel() < _LEAST_REPEATS:
+        return value
+    one = value.reshape(-1)[0].clone()
+    return one.expand(value.shape) if bool((value == one).all()) else value
 
 
 def _is_numbers(value: object) -> bool:

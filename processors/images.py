@@ -32,13 +32,15 @@ _LONG_HASH = 1 << 20
 class PreparedImage:
     """One image, ready to be put into a prompt: content key, (width, height) as given, expansion.
 
-    If its rows were given in place of a picture, `features` has them, and the expansion no pixels.
+    If its rows were given in place of a picture, `features` has them, and the expansion no pixels. `is_new`: the
+    expansion was made now, and not found in the cache.
     """
 
     key: str
     size: tuple[int, int]
     expansion: Expansion
     features: ImageFeatures | None = None
+    is_new: bool = False
 
 
 class ImagePreparer:
@@ -122,6 +124,7 @@ class ImagePreparer:
         picture = load_picture(source, self._media)
         self._limits.check_picture(options, picture.size, self._media.max_image_pixels)
         mark = image_mark(picture, options, owner) if name is None else None
+        kept: Expansion | None = None
         if alone and mark is not None and self._hashes_beside(picture) and self.cache.lacks(mark):
             key, expansion = self._expand_while_hashing(picture, options, owner)
         else:
@@ -129,7 +132,7 @@ class ImagePreparer:
             kept = self.cache.get(key)
             expansion = kept if kept is not None else self._expander.expand(picture, options, alone)
         self.cache.put(key, expansion, mark)
-        return PreparedImage(key, picture.size, expansion)
+        return PreparedImage(key, picture.size, expansion, is_new=kept is None)
 
     def _hashes_beside(self, picture: Picture) -> bool:
         """Whether a hash of the pixels takes so long that another thread is worth asking for it."""

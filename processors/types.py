@@ -81,6 +81,10 @@ class ImageItem:
     size: tuple[int, int]
     features: ImageFeatures | None = None
 
+    def nbytes(self) -> int:
+        """Bytes of memory that the tensors take."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessedPrompt:
@@ -92,6 +96,7 @@ class ProcessedPrompt:
         mm_token_type_ids: T values: 0 text, 1 image; empty where the family has none.
         prompt_tensors: Outputs that belong to the whole prompt (rare; shape [1, T] or by family).
         text: The prompt's text before image tokens were expanded; empty if ids were given.
+        new_bytes: Bytes of image tensors that were made for this prompt, and not found in the cache.
     """
 
     token_ids: tuple[int, ...]
@@ -99,6 +104,7 @@ class ProcessedPrompt:
     mm_token_type_ids: tuple[int, ...] = ()
     prompt_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     text: str = ""
+    new_bytes: int = field(default=0, compare=False)
 
     @property
     def num_image_tokens(self) -> int:

@@ -83,9 +83,12 @@ class RequestHandle:
         self._abort: Callable[[RequestHandle], object] | None = abort
         self._future: concurrent.futures.Future[GenerationOutput] = concurrent.futures.Future()
         self._future.set_running_or_notify_cancel()
+        self._has_begun = False
+        self._on_begun: list[Callable[[], object]] = []
         self._changed = threading.Condition()
         self._deltas: deque[StreamDelta] = deque()
         self._wakers: list[Callable[[], object]] = []
+        self._future.add_done_callback(lambda _: self.begin())
 
     # -- for the owner --------------------------------------------------------------------------
 
@@ -103,6 +106,15 @@ class RequestHandle:
     def add_done_callback(self, call: Callable[[], object]) -> None:
         """Call `call` once the result, or an error, is there: in the engine's thread, or now; it must be quick."""
         self._future.add_done_callback(lambda _: call())
+
+    def add_begun_callback(self, call: Callable[[], object]) -> None:
+        """Call `call` once a step takes the request or it is over: in the engine's thread, or now; it must be quick."""
+        with self._changed:
+            begun = self._has_begun
+            if not begun:
+                self._on_begun.append(call)
+        if begun:
+            call()
 
     def result(self, timeout: float | None = None) -> GenerationOutput:
         """Wait for the answer.
@@ -211,6 +223,14 @@ class RequestHandle:
                 timer.cancel()
 
     # -- for the engine -------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step takes the request, for the first time or once more."""
+        with self._changed:
+            self._has_begun = True
+            calls, self._on_begun = self._on_begun, []
+        for call in calls:
+            call()
 
     def put(self, delta: StreamDelta) -> None:
         """Hand over new text, unless the request is over."""

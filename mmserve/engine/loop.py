@@ -184,6 +184,9 @@ class EngineLoop:
             if not self._begun:
                 raise RuntimeError("requests are waiting but nothing can be scheduled: the scheduler's books are wrong")
         else:
+            for new in batch.new:
+                if (ticket := self._tickets.get(new.request_id)) is not None:
+                    ticket.handle.begin()
             self._runner.begin(batch)
             self._begun.append((batch, began))
             if len(self._begun) < self._runner.depth and self._scheduler.has_idle():

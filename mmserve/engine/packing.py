@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from mmserve.cache.groups import CacheGroup
 from mmserve.engine.batch import NewRequest, ScheduledChunk
 from mmserve.engine.sampler import SequenceState
 from mmserve.model.interface import ImageRows, PackedBatch, RowPlacement, SequenceInput
+from processors.types import ProcessedPrompt
 
 __all__ = ["NO_ROW", "BlockTables", "ImageTargets", "SequenceRecord", "pack"]
 
@@ -106,7 +107,9 @@ class SequenceRecord:
     def __init__(self, new: NewRequest, vocab_size: int, device: torch.device) -> None:
         self.new = new
         self.request_id = new.request_id
-        self.prompt = prompt = new.prompt
+        self.kept_rows: dict[int, ImageRows] = {}
+        """Number of an image -> its rows, on the CPU, in place of its tensors."""
+        prompt = new.prompt
         self.plan = new.plan
         self.row = NO_ROW
         self.sampling = SequenceState(
@@ -122,6 +125,28 @@ class SequenceRecord:
             for index, image in enumerate(prompt.images)
             if image.range.num_embeds
         )
+
+    @property
+    def prompt(self) -> ProcessedPrompt:
+        """Its ids and images."""
+        return self.new.prompt
+
+    def keep_rows(self, index: int, rows: ImageRows) -> int:
+        """Image `index` was encoded: keep its rows in place of its tensors, where they take less.
+
+        If the request has to begin again and the rows were dropped meanwhile, these stand for encoding once more.
+
+        Returns:
+            Bytes of tensors that were let go.
+        """
+        images = self.prompt.images
+        freed = images[index].nbytes()
+        if not 0 < rows.nbytes() < freed:
+            return 0
+        self.kept_rows[index] = rows.to("cpu")
+        left = (*images[:index], replace(images[index], tensors={}), *images[index + 1 :])
+        self.new = replace(self.new, prompt=replace(self.prompt, images=left))
+        return freed
 
     def num_report_rows(self, chunk: ScheduledChunk) -> int:
         """Leading tokens of a chunk whose logits are wanted for the report on the prompt tokens after them."""

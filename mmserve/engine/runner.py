@@ -34,6 +34,7 @@ from mmserve.engine.sampler import Sampler, describe_tokens
 from mmserve.engine.scheduler import SchedulerLimits
 from mmserve.errors import ModelOutputError, RequestError
 from mmserve.model.interface import ImageRows, Model
+from mmserve.model.memory import give_back_after
 from mmserve.parallel.group import ExchangeError
 from processors.types import ImageItem
 
@@ -165,6 +166,7 @@ class ModelRunner:
         else:
             self._expect([image for image in batch.encode if image.request_id not in output.failed])
         chunks = [chunk for chunk in batch.chunks if self._has_its_images(chunk, output.failed)]
+        self._let_go_of_pixels(chunks)
         self._copy_blocks(batch.copies)
         self._scrub_blocks(batch.scrubbed)
         for chunk in batch.chunks:
@@ -262,6 +264,7 @@ class ModelRunner:
         for fork in parent.new.forks:
             new = replace(parent.new, request_id=fork.request_id, seed=fork.seed, forks=())
             record = SequenceRecord(new, self._model.vocab_size, self._device)
+            record.kept_rows = dict(parent.kept_rows)
             record.row = self._tables.take()
             self._tables.copy(parent.row, record.row)
             self._records[fork.request_id] = record
@@ -274,9 +277,12 @@ class ModelRunner:
         """Encode the step's new images."""
         if not wanted:
             return
-        items = [self._records[image.request_id].prompt.images[image.index] for image in wanted]
+        records = [self._records[image.request_id] for image in wanted]
+        items = [record.prompt.images[image.index] for record, image in zip(records, wanted, strict=True)]
+        kept = [record.kept_rows.get(image.index) for record, image in zip(records, wanted, strict=True)]
         began = time.perf_counter()
-        results = self._encode_apart(items)
+        new = iter(self._encode_apart([item for item, rows in zip(items, kept, strict=True) if rows is None]))
+        results = [next(new) if rows is None else rows.to(self._device) for rows in kept]
         share = (time.perf_counter() - began) / len(wanted)
         seconds = output.encode_seconds
         for image, item, result in zip(wanted, items, results, strict=True):
@@ -298,6 +304,8 @@ class ModelRunner:
 
     def _encode_apart(self, items: Sequence[ImageItem]) -> list[ImageRows | Exception]:
         """`model.encode`; if it raises for a batch, each image by itself, so that only the culprit fails."""
+        if not items:
+            return []
         try:
             return self._model.encode(items)
         except ExchangeError:  # a rank is gone: no image's fault
@@ -319,6 +327,15 @@ class ModelRunner:
                 )
                 return False
         return True
+
+    def _let_go_of_pixels(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Of the images that are placed in this step: their rows are here, and are kept for as long as the request."""
+        freed = 0
+        for chunk in chunks:
+            record = self._records[chunk.request_id]
+            for image in record.images_between(chunk.start, chunk.start + chunk.num_tokens):
+                freed += record.keep_rows(image.index, self._images[image.key])
+        give_back_after(freed)
 
     # -- forward --------------------------------------------------------------------------------
 

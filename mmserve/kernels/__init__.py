@@ -6,9 +6,10 @@
     csrc/decode.h       attention of one query a sequence over the paged cache
     csrc/elementwise.h  norm, gated activation, GELU, rotary embedding
     csrc/isa_*.cpp      all of these, once an instruction set; dispatch.cpp asks the processor which to call
+    csrc/exchange.cpp   ranks of one host that exchange through memory
     csrc/*.cpp          tensors, threads, one decoder layer as a whole, the Python face
 
 Environment:
-    MMSERVE_KERNELS     auto (default), off (torch code), or the instruction set to use: avx512, avx2, plain
+    MMSERVE_KERNELS     auto (default), off (torch code), or the instruction set to use: amx, avx512, avx2, plain
     MMSERVE_CACHE_DIR   where the compiled library is kept; default: mmserve in the user's cache folder
 """

@@ -31,7 +31,7 @@ __all__ = ["BuildError", "build", "cache_folder"]
 
 NAME = "_mmserve_kernels"
 SOURCES = Path(__file__).with_name("csrc")
-UNITS = ("extension.cpp", "isa_avx512.cpp", "isa_avx2.cpp", "isa_plain.cpp")
+UNITS = ("extension.cpp", "isa_amx.cpp", "isa_avx512.cpp", "isa_avx2.cpp", "isa_plain.cpp")
 # -fopenmp for at::parallel_for, and nothing linked for it: torch brings the OpenMP library whose threads it uses.
 # The uninitialized warnings are about the compiler's own intrinsics headers.
 FLAGS = ("-O3", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized")

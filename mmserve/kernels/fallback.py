@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 
 __all__ = [
+    "attention_pays",
     "dense",
     "dense_pays",
     "full_attention",
     "gelu_tanh_",
     "layer_norm",
-    "least_dense_rows",
     "linear",
     "most_linear_rows",
     "paged_attention",
@@ -21,7 +21,6 @@ __all__ = [
 ]
 
 most_linear_rows = 16
-least_dense_rows = 64
 
 
 def linear(
@@ -32,9 +31,14 @@ def linear(
     return y if residual is None else y + residual
 
 
-def dense_pays(element_size: int) -> bool:
+def dense_pays(rows: int, element_size: int) -> bool:
     """Never: this is torch."""
     return False
+
+
+def attention_pays(element_size: int) -> bool:
+    """Always: it costs nothing more."""
+    return True
 
 
 def dense(

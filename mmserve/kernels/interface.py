@@ -31,11 +31,12 @@ class KernelLibrary(Protocol):
         """x [rows, k] times weight [n, k], plus bias [n] and residual [rows, n] -> [rows, n]; k even for bfloat16."""
         ...
 
-    least_dense_rows: int
-    """The fewest rows for which `dense` is better than torch, where it is at all."""
+    def dense_pays(self, rows: int, element_size: int) -> bool:
+        """Whether `dense` of so many rows is faster than torch for elements of so many bytes on this processor."""
+        ...
 
-    def dense_pays(self, element_size: int) -> bool:
-        """Whether `dense` is faster than torch for elements of so many bytes on this processor."""
+    def attention_pays(self, element_size: int) -> bool:
+        """Whether `full_attention` is faster than torch's for elements of so many bytes on this processor."""
         ...
 
     def dense(

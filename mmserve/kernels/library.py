@@ -21,7 +21,7 @@ class KernelStatus:
     """What serves the kernels' functions.
 
     Attributes:
-        native: Whether they are compiled. instruction_set: Which one runs ("avx512", "avx2", "plain").
+        native: Whether they are compiled. instruction_set: Which one runs ("amx", "avx512", "avx2", "plain").
         reason: Where the library came from, or why there is none.
     """
 
@@ -70,8 +70,8 @@ def _load() -> tuple[Any, str]:
 def _choose(wanted: str) -> tuple[Any, str]:
     from mmserve.kernels.build import BuildError, build
 
-    if wanted not in ("auto", "off", "avx512", "avx2", "plain"):
-        raise ConfigError(f"MMSERVE_KERNELS is {wanted!r}; known: auto, off, avx512, avx2, plain")
+    if wanted not in ("auto", "off", "amx", "avx512", "avx2", "plain"):
+        raise ConfigError(f"MMSERVE_KERNELS is {wanted!r}; known: auto, off, amx, avx512, avx2, plain")
     if wanted == "off":
         return None, "switched off by MMSERVE_KERNELS"
     try:
@@ -82,4 +82,5 @@ def _choose(wanted: str) -> tuple[Any, str]:
         if wanted not in module.available_instruction_sets():
             raise ConfigError(f"MMSERVE_KERNELS is {wanted!r}, which this processor can not run")
         module.use_instruction_set(wanted)
-    return module, reason
+    missing = module.missing_instruction_set()
+    return module, f"{reason}; without {missing}" if missing else reason

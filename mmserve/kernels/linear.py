@@ -25,7 +25,7 @@ def weight_product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     library = kernels()
     rows = input.numel() // weight.shape[1]
     few = rows <= library.most_linear_rows
-    many = rows >= library.least_dense_rows and library.dense_pays(weight.element_size())
+    many = library.dense_pays(rows, weight.element_size())
     if not (few or many) or input.dtype != weight.dtype:
         return F.linear(input, weight, bias)
     flat = input.reshape(rows, weight.shape[1])
@@ -34,8 +34,7 @@ def weight_product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 
 class FewRowLinear(nn.Linear):
-    """A linear layer; up to 16 rows go through one kernel, 64 and more through another where that pays, others
-    through torch.
+    """A linear layer; up to 16 rows go through one kernel, more through another where that pays, else through torch.
 
     The weight stays as it is, row by row: nothing is packed or copied, a tied embedding stays tied, and the
     state dict does not change. `take_over` turns an existing layer into one in place.

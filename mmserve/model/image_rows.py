@@ -17,7 +17,11 @@ from mmserve.parallel.group import ExchangeError
 from processors.features import ImageFeatures
 from processors.types import ImageItem
 
-__all__ = ["LAYER_PREFIX", "ImageEncoder", "deepstack_layers", "find_image_features", "merge_extra"]
+__all__ = ["LAYER_PREFIX", "TILED", "ImageEncoder", "deepstack_layers", "find_image_features", "merge_extra"]
+
+TILED = frozenset({"idefics2", "idefics3", "smolvlm"})
+"""Types of models whose `get_image_features` takes tensors [1, tiles, ...], each tile by itself, and gives the rows of
+one tile after the other; tests/parity/test_family_parity.py compares them."""
 
 LAYER_PREFIX = "layer "
 """Name of extra rows that are added before the layer whose number follows."""
@@ -45,6 +49,7 @@ class ImageEncoder:
         features: That method. width: W, the text model's embedding width.
         dtype: The text model's, which rows are cast to. device: Where the model is.
         deepstack: Layers that get rows of their own from each image.
+        tile_by_tile: A picture goes through the method one tile at a time: the model is of `TILED`.
     """
 
     features: Callable[..., Any]
@@ -52,6 +57,7 @@ class ImageEncoder:
     dtype: torch.dtype
     device: torch.device
     deepstack: int = 0
+    tile_by_tile: bool = False
 
     def __call__(self, images: Sequence[ImageItem]) -> list[ImageRows | Exception]:
         """One result an image: its rows, or the RequestError that is this image's alone."""
@@ -90,7 +96,11 @@ class ImageEncoder:
         if unknown:
             raise InputError(f"the model takes no image tensors called {', '.join(sorted(unknown))}")
         try:
+            if self.tile_by_tile:
+                return ImageRows(self._own(self._tiled(tensors), image.range.num_embeds, "rows"))
             output = self.features(**tensors, return_dict=True)
+        except RequestError:
+            raise
         except ExchangeError:  # a rank is gone: no image's fault
             raise
         except Exception as error:  # the model's own code: whatever it raises is this image's failure
@@ -107,6 +117,16 @@ class ImageEncoder:
             stacked = [self._own(_as_rows(layer, self.width), expected, "DeepStack rows") for layer in layers]
             extra["deepstack"] = torch.stack(stacked)
         return ImageRows(rows=rows, extra=extra)
+
+    def _tiled(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Rows [n, W] of tensors [1, tiles, ...]; what is alive beside them and the pixels is that of one tile."""
+        rows = []
+        for tile in range(next(iter(tensors.values())).shape[1]):
+            output = self.features(
+                **{name: tensor[:, tile : tile + 1] for name, tensor in tensors.items()}, return_dict=True
+            )
+            rows.append(_as_rows(_features(output), self.width))
+        return torch.cat(rows)
 
     def _for_layers(self, layers: Sequence[tuple[int, Any]], expected: int) -> ImageRows:
         """Rows that come in at layers of given numbers only (Granite 4 Vision): none take an embedding's place."""

@@ -169,6 +169,10 @@ class ImageRows:
         """Bytes of storage held."""
         return sum(t.numel() * t.element_size() for t in (self.rows, *self.extra.values()))
 
+    def to(self, device: torch.device | str) -> ImageRows:
+        """The same rows there; they are shared if that is where they are."""
+        return ImageRows(self.rows.to(device), {name: extra.to(device) for name, extra in self.extra.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class RowPlacement:

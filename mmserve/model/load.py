@@ -20,7 +20,7 @@ from mmserve.model import text_attention
 from mmserve.model.build import build_model
 from mmserve.model.checkpoint import Checkpoint, open_checkpoint
 from mmserve.model.generate_path import GenerateModel
-from mmserve.model.image_rows import ImageEncoder, deepstack_layers, find_image_features
+from mmserve.model.image_rows import TILED, ImageEncoder, deepstack_layers, find_image_features
 from mmserve.model.leftovers import Leftovers
 from mmserve.model.loaded import LoadedModel
 from mmserve.model.model_config import read_config, takes_images
@@ -307,7 +307,9 @@ def _image_encoder(loaded: LoadedModel) -> ImageEncoder | SpreadEncoder | None:
         return None
     table = loaded.model.get_input_embeddings().weight
     layered = deepstack_layers(loaded.model.config)
-    encoder = ImageEncoder(features, table.shape[1], table.dtype, loaded.device, layered)
+    # A GPU is quicker with all tiles of a picture at once; a CPU is not, and keeps less beside them one by one.
+    tiled = loaded.device.type == "cpu" and loaded.model.config.model_type in TILED
+    encoder = ImageEncoder(features, table.shape[1], table.dtype, loaded.device, layered, tiled)
     rank = loaded.rank
     return encoder if rank is None or rank.tensor.size == 1 else SpreadEncoder(encoder, rank.tensor)
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Final
 
-__all__ = ["give_back"]
+__all__ = ["give_back", "give_back_after"]
+
+_WORTHWHILE: Final = 8 * 2**20
 
 
 def give_back() -> None:
@@ -19,3 +22,9 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
     if trim is not None:
         trim(0)
+
+
+def give_back_after(nbytes: int) -> None:
+    """`give_back`, if tensors of so many bytes were made or freed: a millisecond, which a large picture is worth."""
+    if nbytes >= _WORTHWHILE:
+        give_back()

@@ -21,6 +21,8 @@ from mmserve.model.replace_checks import any_overridden, plain_attributes
 
 __all__ = ["replace_encoder_layers"]
 
+_MANY = 1024
+"""Rows that a tower's products have, about."""
 _COLUMNS = 64
 """Of an MLP that are tried; a multiple of every vector width."""
 _TOLERANCE = 2e-4
@@ -35,7 +37,7 @@ def replace_encoder_layers(modules: Iterable[nn.Module]) -> tuple[int, str | Non
     layers: list[Any] = [module for module in modules if {name for name, _ in module.named_children()} >= _PARTS]
     if not layers:
         return 0, "the tower has no layers of two norms, attention and an MLP"
-    if library is None or not library.dense_pays(layers[0].layer_norm1.weight.element_size()):
+    if library is None or not library.dense_pays(_MANY, layers[0].layer_norm1.weight.element_size()):
         return 0, "torch's own products are as fast here"
     tried: dict[object, str | None] = {}
     count, declined = 0, None

@@ -43,6 +43,8 @@ def replace_tower(model: Any) -> Iterator[tuple[str, int, str | None]]:
     current = getattr(getattr(model.config, towers[0]), "_attn_implementation", None)
     if current != "sdpa":
         yield "vision attention", 0, f"the tower runs on {current!r} attention, not on sdpa"
+    elif not kernels().attention_pays(model.dtype.itemsize):
+        yield "vision attention", 0, "torch's own runs on the processor's matrix units, and the kernels here do not"
     else:
         try:
             model.set_attn_implementation(dict.fromkeys(towers, NAME))

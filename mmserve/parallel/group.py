@@ -1,13 +1,14 @@
 """Ranks that exchange tensors: the few operations that sharded layers need, and a count of the bytes they move.
 
 A group is an object, not torch's global default group: a process may hold several engines, and the user's own
-`init_process_group` is left alone. The backend is gloo on the CPU and NCCL between CUDA devices.
+`init_process_group` is left alone. The backend is gloo on the CPU and NCCL between CUDA devices; ranks of one host
+can exchange through memory instead.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 from mmserve.errors import ConfigError
+from mmserve.parallel.shared_memory import agree
 
 __all__ = ["ExchangeError", "Group", "Refusal", "Traffic", "make_group"]
 
 _LOOPBACK = ("127.0.0.1", "localhost")
+_SUMMED_IN_MEMORY = (torch.bfloat16, torch.float32)
 
 
 @dataclass(slots=True)
@@ -59,15 +62,37 @@ class Group:
         process_group: A c10d process group, or what takes its place.
         rank: This rank's number in the group.
         size: Ranks in it.
+        through: What it is, in a word.
+
+    Attributes:
+        through: What sums and gathers go through. reason: Why that, if there was a choice.
     """
 
-    def __init__(self, process_group: Any, rank: int, size: int) -> None:
+    def __init__(self, process_group: Any, rank: int, size: int, through: str = "") -> None:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
+        self.through = through
+        self.reason = ""
+        self._memory: Any | None = None
         self._refusal: Refusal | None = None
         self._alone = False
         self._group = process_group
+
+    def share_memory(self, timeout: float) -> None:
+        """From now on sums, gathers and broadcasts go through memory, if all ranks are on one host and can share it.
+
+        Args:
+            timeout: Seconds until a rank that does not come to an exchange counts as lost.
+
+        Raises:
+            ExchangeError: A rank is gone.
+        """
+        agreement = agree(self.rank, self.size, timeout, self._say)
+        self._memory, self.reason = agreement.exchange, agreement.reason
+        if self._memory is not None:
+            self.through = "shared memory"
+        self.traffic = Traffic()  # of tensors, not of this
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, bit-equal on all of them; in place, unless the tensor is not contiguous."""
@@ -75,7 +100,11 @@ class Group:
             self._check_allowed()
             tensor = tensor.contiguous()
             self.traffic.add(tensor, 2 * (self.size - 1) / self.size)
-            _finish(lambda: self._group.allreduce([tensor]))
+            with _exchanging():
+                if self._memory is not None and tensor.dtype in _SUMMED_IN_MEMORY:
+                    self._memory.sum(tensor)
+                else:
+                    self._group.allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -86,18 +115,26 @@ class Group:
         self._check_allowed()
         self.traffic.add(tensor, self.size - 1)
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        _finish(lambda: self._group.allgather([found], [tensor]))
+        with _exchanging():
+            if self._memory is not None:
+                self._memory.gather(tensor, found)
+            else:
+                self._group.allgather([found], [tensor]).wait()
         return found
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """The source's tensor, in place; returns `tensor`."""
         if self.size > 1:
             self._check_allowed()
-            options = dist.BroadcastOptions()
-            options.rootRank = source
             if self.rank == source:
                 self.traffic.add(tensor, self.size - 1)
-            _finish(lambda: self._group.broadcast([tensor], options))
+            with _exchanging():
+                if self._memory is not None:
+                    self._memory.broadcast(tensor, source)
+                else:
+                    options = dist.BroadcastOptions()
+                    options.rootRank = source
+                    self._group.broadcast([tensor], options).wait()
         return tensor
 
     @contextmanager
@@ -131,21 +168,31 @@ class Group:
     def send(self, tensor: torch.Tensor, to: int) -> Any:
         """Begin to send; the tensor must stay as it is until the returned work was waited for."""
         self.traffic.add(tensor, 1.0)
-        try:
+        with _exchanging():
             return self._group.send([tensor.contiguous()], to, 0)
-        except RuntimeError as error:
-            raise ExchangeError(f"an exchange between ranks broke: {error}") from error
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Fill the tensor with what `source` sends; returns `tensor`."""
-        _finish(lambda: self._group.recv([tensor], source, 0))
+        with _exchanging():
+            self._group.recv([tensor], source, 0).wait()
         return tensor
 
+    def _say(self, words: str) -> list[str]:
+        """What every rank says, in the order of ranks."""
+        raw = words.encode()
+        lengths = torch.cat(self.all_gather(torch.tensor([len(raw)]))).tolist()
+        padded = torch.tensor(list(raw.ljust(max(lengths))), dtype=torch.uint8)
+        return [
+            bytes(said[:length].tolist()).decode()
+            for said, length in zip(self.all_gather(padded), lengths, strict=True)
+        ]
 
-def _finish(begin: Callable[[], Any]) -> None:
-    """Begin an exchange and wait for its end."""
+
+@contextmanager
+def _exchanging() -> Iterator[None]:
+    """What breaks in here is an exchange."""
     try:
-        begin().wait()
+        yield
     except RuntimeError as error:
         raise ExchangeError(f"an exchange between ranks broke: {error}") from error
 
@@ -180,11 +227,11 @@ def make_group(store: Any, name: str, rank: int, size: int, device: torch.device
             raise ConfigError("several CUDA devices talk through NCCL, which this torch was built without")
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = limit
-        return Group(dist.ProcessGroupNCCL(own, rank, size, nccl), rank, size)
+        return Group(dist.ProcessGroupNCCL(own, rank, size, nccl), rank, size, "nccl")
     if not dist.is_gloo_available():
         raise ConfigError("ranks on the CPU talk through gloo, which this torch was built without")
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = limit
     options._devices = [_gloo_device(gloo, host)]
-    return Group(gloo(own, rank, size, options), rank, size)
+    return Group(gloo(own, rank, size, options), rank, size, "gloo")

@@ -74,9 +74,11 @@ class RankShape:
 
     def describe(self) -> dict[str, object]:
         """JSON-friendly."""
+        shared = self.tensor.size > 1
         layers = self.leftovers.layers if self.leftovers is not None else None
         return {
             "tensor_parallel": self.tensor.size,
+            "tensor_exchange": {"through": self.tensor.through, "reason": self.tensor.reason} if shared else None,
             "pipeline_parallel": self.pipeline.size,
             "rank": self.place.rank,
             "layers": None if layers is None else [layers.start, layers.stop],

@@ -28,6 +28,7 @@ LEVELS = {
     "mmserve.requests": 5,
     "mmserve.assembly": 5,
     "mmserve.batching": 5,
+    "mmserve.lookahead": 5,
     "mmserve.pipeline": 5,
     "mmserve.testing": 6,
     "mmserve.bench": 6,

@@ -7,6 +7,11 @@
 #include <cstddef>
 #include <cstdint>
 
+// Whether the compiler has the instructions of the matrix units.
+#if defined(__x86_64__) && __has_include(<amxbf16intrin.h>)
+#define MMSERVE_AMX 1
+#endif
+
 namespace mmserve {
 
 struct Bf16 {
@@ -91,7 +96,8 @@ struct Kernels {
   int64_t (*dense_panels)(int64_t rows);
   int64_t (*dense_bytes)(int64_t rows, int64_t k);
   void (*dense_pack)(const DenseArgs&, int64_t panel);
-  void (*dense)(const DenseArgs&, int64_t panel, int64_t n_begin, int64_t n_end);
+  int64_t (*dense_scratch)(int64_t k);
+  void (*dense)(const DenseArgs&, int64_t panel_begin, int64_t panel_end, int64_t n_begin, int64_t n_end, void* scratch);
 
   PackSizes (*flash_sizes)(const AttentionArgs&, int64_t num_keys);
   void (*flash_pack)(const AttentionArgs&, const FlashJob&, int64_t key_begin, int64_t key_end);
@@ -111,21 +117,30 @@ struct Kernels {
   void (*gelu_tanh)(const void* x, void* out, int64_t width);
   // out[d] = x rotated: halves (x1, x2) -> (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2); out may be x
   void (*rotate)(const void* x, const void* cos, const void* sin, void* out, int64_t d);
+  // out[begin .. end - 1]: the sum of `count` parts in their order, in float; out may be one of them
+  void (*sum)(const void* const* parts, int64_t count, void* out, int64_t begin, int64_t end);
 };
 
 struct InstructionSet {
   const char* name;
   Kernels bf16, f32;
-  bool dense_bf16;  // whether its dense products of bf16 are as fast as the processor's own instructions for them
+  bool dense_bf16;   // whether its dense products of bf16 are as fast as a processor without matrix units can be
+  bool matrix_bf16;  // whether attention and products of bf16 run on matrix units, the latter by `dense` for any rows
 };
 
 constexpr int64_t kFlashRows = 48;     // query rows of one flash_rows call
 constexpr int64_t kDecodeSplit = 256;  // keys of a split: fixed, so that a result does not depend on the batch
 constexpr int64_t kLinearRows = 16;    // the most rows that `linear` takes
 constexpr int64_t kDenseColumns = 48;  // outputs of `dense` whose sums lie in the first-level cache until they are turned
-constexpr int64_t kDenseRows = 64;     // the fewest rows for which `dense` is better than torch where it pays
+constexpr int64_t kDenseRows = 64;     // the fewest rows for which `dense` without matrix units is better than torch
+constexpr int64_t kMatrixRows = 64;    // the most for which `dense` on matrix units is better than torch on them
 constexpr int64_t kPackStep = 64;      // flash_pack ranges begin at multiples of this
 
+#if defined(MMSERVE_AMX)
+namespace amx {
+const InstructionSet& instruction_set();
+}
+#endif
 #if defined(__x86_64__) || defined(_M_X64)
 namespace avx512 {
 const InstructionSet& instruction_set();

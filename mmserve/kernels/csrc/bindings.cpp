@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "encoder.h"
+#include "exchange.h"
 #include "layer.h"
 
 namespace py = pybind11;
@@ -29,12 +30,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("available_instruction_sets", &available_instruction_sets);
   m.def("active_instruction_set", &active_instruction_set);
   m.def("use_instruction_set", &use_instruction_set);
+  m.def("missing_instruction_set", &missing_instruction_set);
   m.attr("most_linear_rows") = kLinearRows;
 
   m.def("linear", &linear, Unlocked());
   m.def("dense", &dense, Unlocked());
   m.def("dense_pays", &dense_pays);
-  m.attr("least_dense_rows") = kDenseRows;
+  m.def("attention_pays", &attention_pays);
   m.def("layer_norm", &layer_norm, Unlocked());
   m.def("rms_norm", &rms_norm, Unlocked());
   m.def("silu_mul", &silu_mul, Unlocked());
@@ -73,6 +75,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                 heads, scale, input_eps, middle_eps, activation_named(activation));
       }))
       .def("forward", &EncoderLayer::forward, Unlocked());
+
+  py::class_<SharedExchange>(m, "SharedExchange")
+      .def(py::init([](int memory, int64_t rank, int64_t size, const std::vector<int>& peers, double timeout) {
+        auto exchange = std::make_unique<SharedExchange>(memory, rank, size, peers, timeout);
+        exchange->while_waiting = [] {  // Ctrl-C, where it is this thread's to handle
+          py::gil_scoped_acquire locked;
+          if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        };
+        return exchange;
+      }))
+      .def_static("bytes", &SharedExchange::bytes)
+      .def("sum", &SharedExchange::sum, Unlocked())
+      .def("gather", &SharedExchange::gather, Unlocked())
+      .def("broadcast", &SharedExchange::broadcast, Unlocked())
+      .def("leave", &SharedExchange::leave);
 
   // Layers one after the other; each has its own cache and intervals.
   m.def(

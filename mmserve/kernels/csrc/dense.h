@@ -88,6 +88,8 @@ static void dense_finish(const DenseArgs& args, const float* sums, int64_t row0,
   }
 }
 
+static int64_t dense_scratch(int64_t) { return 0; }
+
 template <typename T, Activation kind>
 static void dense_panel(const DenseArgs& args, int64_t panel, int64_t n_begin, int64_t n_end) {
   const Panels panels(args.rows);
@@ -102,12 +104,15 @@ static void dense_panel(const DenseArgs& args, int64_t panel, int64_t n_begin, i
   }
 }
 
-// A panel of packed rows times weight rows n_begin .. n_end.
+// Panels of packed rows times weight rows n_begin .. n_end.
 template <typename T>
-static void dense(const DenseArgs& args, int64_t panel, int64_t n_begin, int64_t n_end) {
-  if (args.activation == Activation::kGeluTanh)
-    return dense_panel<T, Activation::kGeluTanh>(args, panel, n_begin, n_end);
-  if (args.activation == Activation::kQuickGelu)
-    return dense_panel<T, Activation::kQuickGelu>(args, panel, n_begin, n_end);
-  dense_panel<T, Activation::kNone>(args, panel, n_begin, n_end);
+static void dense(const DenseArgs& args, int64_t panel_begin, int64_t panel_end, int64_t n_begin, int64_t n_end, void*) {
+  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+    if (args.activation == Activation::kGeluTanh)
+      dense_panel<T, Activation::kGeluTanh>(args, panel, n_begin, n_end);
+    else if (args.activation == Activation::kQuickGelu)
+      dense_panel<T, Activation::kQuickGelu>(args, panel, n_begin, n_end);
+    else
+      dense_panel<T, Activation::kNone>(args, panel, n_begin, n_end);
+  }
 }

@@ -16,8 +16,15 @@ void use_instruction_set(const std::string& name);
 // The active kernels for elements of 2 bytes (bf16) or 4 (float).
 const Kernels& kernels_for(size_t element_size);
 
-// Whether dense products of such elements are better run here than by torch: it has what a processor with matrix
-// units (AMX) needs, and in float32 it is as fast.
-bool dense_pays(size_t element_size);
+// What the processor could run but this library can not, in words; empty where there is nothing.
+std::string missing_instruction_set();
+
+// Whether `dense` of so many rows is better than torch's product here: on matrix units
+// for a few, where the processor has none for many. In float32 torch is as fast.
+bool dense_pays(int64_t rows, size_t element_size);
+// Whether attention of many queries is better than torch's: torch uses matrix units where there are any.
+bool attention_pays(size_t element_size);
+// Whether few rows too go through `dense`.
+bool linear_is_dense(size_t element_size);
 
 }  // namespace mmserve

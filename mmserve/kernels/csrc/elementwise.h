@@ -1,4 +1,4 @@
-// The small things between the products: exponential, RMSNorm, gated activation, GELU, rotary embedding.
+// The small things between the products: exponential, RMSNorm, gated activation, GELU, rotary embedding, sums.
 #pragma once
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -125,4 +125,20 @@ static void rotate(const void* x_, const void* cos_, const void* sin_, void* out
     e_store_first(out + half + i,
                   f_fma(high, e_load_first(cos + half + i, n), f_mul(low, e_load_first(sin + half + i, n))), n);
   }
+}
+
+template <typename T>
+static void sum(const void* const* parts, int64_t count, void* out_, int64_t begin, int64_t end) {
+  T* out = static_cast<T*>(out_);
+  int64_t i = begin;
+  for (; i + W <= end; i += W) {
+    F total = e_load<T>(static_cast<const T*>(parts[0]) + i);
+    for (int64_t p = 1; p < count; ++p) total = f_add(total, e_load<T>(static_cast<const T*>(parts[p]) + i));
+    e_store(out + i, total);
+  }
+  const int rest = static_cast<int>(end - i);
+  if (!rest) return;
+  F total = e_load_first(static_cast<const T*>(parts[0]) + i, rest);
+  for (int64_t p = 1; p < count; ++p) total = f_add(total, e_load_first(static_cast<const T*>(parts[p]) + i, rest));
+  e_store_first(out + i, total, rest);
 }

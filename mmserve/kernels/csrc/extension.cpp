@@ -3,5 +3,6 @@
 #include "bindings.cpp"
 #include "dispatch.cpp"
 #include "encoder.cpp"
+#include "exchange.cpp"
 #include "layer.cpp"
 #include "products.cpp"

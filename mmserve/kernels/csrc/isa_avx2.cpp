@@ -33,7 +33,7 @@ namespace mmserve::avx2 {
 #include "table.h"
 
 const InstructionSet& instruction_set() {
-  static const InstructionSet set = {"avx2", kernels<Bf16>(), kernels<float>(), false};
+  static const InstructionSet set = {"avx2", kernels<Bf16>(), kernels<float>(), false, false};
   return set;
 }
 }  // namespace mmserve::avx2

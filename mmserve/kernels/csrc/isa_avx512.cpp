@@ -33,7 +33,7 @@ namespace mmserve::avx512 {
 #include "table.h"
 
 const InstructionSet& instruction_set() {
-  static const InstructionSet set = {"avx512", kernels<Bf16>(), kernels<float>(), true};
+  static const InstructionSet set = {"avx512", kernels<Bf16>(), kernels<float>(), true, false};
   return set;
 }
 }  // namespace mmserve::avx512

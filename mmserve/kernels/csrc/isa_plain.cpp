@@ -19,7 +19,7 @@ namespace mmserve::plain {
 #include "table.h"
 
 const InstructionSet& instruction_set() {
-  static const InstructionSet set = {"plain", kernels<Bf16>(), kernels<float>(), false};
+  static const InstructionSet set = {"plain", kernels<Bf16>(), kernels<float>(), false, false};
   return set;
 }
 }  // namespace mmserve::plain

@@ -9,7 +9,7 @@ namespace {
 // Few rows at memory speed, many in tiles where those are the fastest here, else through torch's own products.
 at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias, const MaybeTensor& residual) {
   if (x.size(0) <= kLinearRows) return linear(x, weight, bias, residual);
-  if (x.size(0) >= kDenseRows && dense_pays(x.element_size())) return dense(x, weight, bias, residual, "none");
+  if (dense_pays(x.size(0), x.element_size())) return dense(x, weight, bias, residual, "none");
   at::Tensor y = at::linear(x, weight, bias);
   if (residual) y.add_(*residual);
   return y;

@@ -60,6 +60,13 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const MaybeTens
   at::Tensor y = at::empty({rows, n}, x.options());
   if (y.numel() == 0) return y;
 
+  if (linear_is_dense(x.element_size())) {
+    run_dense(kernels_for(x.element_size()),
+              {x.const_data_ptr(), nullptr, weight.const_data_ptr(), data_or_null(bias), data_or_null(residual),
+               y.data_ptr(), rows, n, k, x.stride(0), n, Activation::kNone},
+              static_cast<int64_t>(x.element_size()));
+    return y;
+  }
   const LinearArgs args = {x.const_data_ptr(), weight.const_data_ptr(), data_or_null(bias), data_or_null(residual),
                            y.data_ptr(),       rows, n, k, x.stride(0), n};
   const Kernels& kernels = kernels_for(x.element_size());
@@ -78,20 +85,23 @@ Activation activation_named(const std::string& name) {
 }
 
 void run_dense(const Kernels& kernels, DenseArgs args, int64_t element_size) {
-  args.packed = workspace(kernels.dense_bytes(args.rows, args.k));
+  const int64_t packed = (kernels.dense_bytes(args.rows, args.k) + 63) / 64 * 64, scratch = kernels.dense_scratch(args.k);
+  char* const memory = workspace(packed + scratch * at::get_num_threads());
+  args.packed = memory;
   const int64_t panels = kernels.dense_panels(args.rows);
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) kernels.dense_pack(args, panel);
   });
   // A band of weight rows stays in a core's own cache while panels of rows pass; a few panels an item, so that
   // threads come out even. Items of one band follow each other.
-  constexpr int64_t kBandBytes = 256 << 10, kPanels = 4;
-  const int64_t band = std::max<int64_t>(1, kBandBytes / (args.k * element_size) / kDenseColumns) * kDenseColumns;
+  constexpr int64_t kPanels = 4;
+  const int64_t band_bytes = args.rows <= kLinearRows ? 64 << 10 : 256 << 10;
+  const int64_t band = std::max<int64_t>(1, band_bytes / (args.k * element_size) / kDenseColumns) * kDenseColumns;
   const int64_t runs = (panels + kPanels - 1) / kPanels, bands = (args.n + band - 1) / band;
-  for_each_item(bands * runs, [&](int64_t item, int64_t) {
+  for_each_item(bands * runs, [&](int64_t item, int64_t thread) {
     const int64_t n = item / runs * band, first = item % runs * kPanels;
-    for (int64_t panel = first; panel < std::min(panels, first + kPanels); ++panel)
-      kernels.dense(args, panel, n, std::min(args.n, n + band));
+    kernels.dense(args, first, std::min(panels, first + kPanels), n, std::min(args.n, n + band),
+                  memory + packed + thread * scratch);
   });
 }
 

@@ -51,6 +51,8 @@ def meet(store: Any, name: str, place: Place, device: torch.device, host: str, t
     if layout.tensor > 1:
         row = f"{name}/tensor/{place.stage}"
         tensor = make_group(store, row, place.tensor_rank, layout.tensor, device, host, timeout)
+        if device.type == "cpu":
+            tensor.share_memory(timeout)
     if layout.pipeline > 1:
         column = f"{name}/pipeline/{place.tensor_rank}"
         pipeline = make_group(store, column, place.stage, layout.pipeline, device, host, timeout)

@@ -12,7 +12,7 @@ from pictures import noise
 
 from processors import MediaError, OptionError, ProcessedPrompt, PromptError, PromptProcessor
 from processors.cache import ExpansionCache
-from processors.expand import Expansion
+from processors.expand import Expansion, _without_repeats
 from processors.hashing import canonical, image_key
 from processors.picture import Picture
 
@@ -183,3 +183,22 @@ def test_the_cache_keeps_to_its_bytes() -> None:
     assert cache.stats()["bytes"] == 0
     with pytest.raises(ValueError, match="negative"):
         ExpansionCache(-1)
+
+
+@pytest.mark.parametrize("family", ["idefics3"])
+def test_a_mask_of_ones_takes_no_memory_and_reads_as_it_was(processor_of: Maker, family: str) -> None:
+    image = processor_of(family).process("<image>", [noise(120, 90)], raw=True).images[0]
+    mask, pixels = image.tensors["pixel_attention_mask"], image.tensors["pixel_values"]
+    assert mask.dtype == torch.int64
+    assert mask.shape == (*pixels.shape[:2], *pixels.shape[3:])
+    assert torch.equal(mask, torch.ones_like(mask))
+    assert image.nbytes() < pixels.untyped_storage().nbytes() + 64
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(8192), torch.ones(9, dtype=torch.int64), torch.arange(8192), torch.tensor([[True] * 8191 + [False]])],
+    ids=["floats", "few", "different", "one other"],
+)
+def test_what_is_not_one_integer_throughout_stays_as_it_is(value: torch.Tensor) -> None:
+    assert _without_repeats(value) is value

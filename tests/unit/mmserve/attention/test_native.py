@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(params=["avx512", "avx2", "plain", "torch"])
+@pytest.fixture(params=["amx", "avx512", "avx2", "plain", "torch"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeBackend]:
     """Over one instruction set of the compiled library, or over the torch code."""
     if request.param == "torch":

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -337,3 +338,36 @@ def test_seeds_of_several_answers_are_below_the_limit() -> None:
 def test_the_benchmark_runs() -> None:
     result = bench(num_seqs=4, num_steps=5, prompt_lengths=(8,), queue_lengths=(0, 3), num_blocks=100)
     assert [case["queue"] for case in result["cases"]] == [0, 3]  # type: ignore[attr-defined]
+
+
+def test_pixels_are_let_go_once_encoded_and_a_preempted_request_needs_none() -> None:
+    def picture(number: int) -> tuple[ProcessedPrompt, weakref.ref[torch.Tensor]]:
+        pixels = torch.full((1000,), float(number))
+        image = replace(mock_image(1, 4, key=f"picture {number}"), tensors={"pixel_values": pixels})
+        return ProcessedPrompt((65 + number, *[1] * 4, 66), (image,)), weakref.ref(pixels)
+
+    sampling = SamplingParams(max_tokens=14, temperature=0.0)
+    roomy = make(MockModel(), num_blocks=64)
+    expected = [roomy.submit(picture(number)[0], sampling).result(WAIT).token_ids for number in range(4)]
+    roomy.close()
+
+    left: list[int] = []
+
+    def count(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        left.append(sum(pixels() is not None for pixels in alive))
+        return scores
+
+    model = MockModel()
+    engine = make(model, num_blocks=8, encoder_cache_memory=0)
+    try:
+        prompts, alive = zip(*(picture(number) for number in range(4)), strict=True)
+        handles = [engine.submit(prompt, sampling, logits_processors=[count]) for prompt in prompts]
+        del prompts
+        assert [handle.result(WAIT).token_ids for handle in handles] == expected
+        assert engine.stats()["preemptions"] > 0
+        assert sorted(model.encoded) == [f"picture {number}" for number in range(4)]
+        assert left[-1] == 0
+        assert min(left[: len(left) // 2]) < 4, "all pixels are there for half of the time"
+        engine.check_integrity()
+    finally:
+        engine.close()

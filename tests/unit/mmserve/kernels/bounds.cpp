@@ -96,10 +96,12 @@ void dense(const Type& type) {
   const DenseArgs args = {x->data(), packed.data(), weight->data(), more ? bias->data() : nullptr,
                           more ? residual->data() : nullptr, y->data(), rows, n, k, k, n, activations[rng() % 3]};
   const int64_t cut = rng() % (n + 1);
-  for (int64_t panel = 0; panel < type.kernels->dense_panels(rows); ++panel) {
-    type.kernels->dense_pack(args, panel);
-    type.kernels->dense(args, panel, 0, cut);
-    type.kernels->dense(args, panel, cut, n);
+  Guarded scratch(type.kernels->dense_scratch(k));
+  const int64_t panels = type.kernels->dense_panels(rows), half = panels / 2;
+  for (int64_t panel = 0; panel < panels; ++panel) type.kernels->dense_pack(args, panel);
+  for (const auto& [first, last] : {std::pair{int64_t{0}, half}, std::pair{half, panels}}) {
+    type.kernels->dense(args, first, last, 0, cut, scratch.data());
+    type.kernels->dense(args, first, last, cut, n, scratch.data());
   }
   type.check_finite(*y, rows * n);
 }

@@ -21,7 +21,7 @@ def compiled() -> ModuleType:
     return module
 
 
-@pytest.fixture(params=["avx512", "avx2", "plain", "torch"])
+@pytest.fixture(params=["amx", "avx512", "avx2", "plain", "torch"])
 def library(request: pytest.FixtureRequest) -> Iterator[KernelLibrary]:
     """The functions under test: one instruction set, or the torch code."""
     if request.param == "torch":

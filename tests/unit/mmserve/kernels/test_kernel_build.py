@@ -104,7 +104,7 @@ def test_sources_compile_where_there_is_a_compiler() -> None:
 
 def test_switched_off_and_misspelt() -> None:
     assert library._choose("off") == (None, "switched off by MMSERVE_KERNELS")
-    with pytest.raises(ConfigError, match="known: auto, off, avx512, avx2, plain"):
+    with pytest.raises(ConfigError, match="known: auto, off, amx, avx512, avx2, plain"):
         library._choose("avx1024")
 
 

@@ -70,11 +70,11 @@ def test_a_row_of_many_does_not_depend_on_the_others(compiled: KernelLibrary, dt
 
 
 def test_dense_products_are_worth_it_for_bfloat16_alone(compiled: KernelLibrary) -> None:
-    assert not compiled.dense_pays(4)
+    assert not compiled.dense_pays(1024, 4)
     before = compiled.active_instruction_set()
     try:
         compiled.use_instruction_set("plain")
-        assert not compiled.dense_pays(2)
+        assert not compiled.dense_pays(1024, 2)
     finally:
         compiled.use_instruction_set(before)
 

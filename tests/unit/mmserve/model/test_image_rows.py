@@ -98,3 +98,24 @@ def test_tensors_that_the_model_does_not_take() -> None:
     encoder = ImageEncoder(lambda pixel_values: None, WIDTH, torch.float32, torch.device("cpu"))
     (result,) = encoder([ImageItem("k", PlaceholderRange(0, 1), {"pixel_valuse": torch.ones(1)}, (1, 1))])
     assert isinstance(result, InputError)
+
+
+def test_a_tiled_picture_goes_through_tile_by_tile() -> None:
+    """Of [1, tiles, ...], one tile of every tensor at a time, so that what is alive beside the pixels is one tile's."""
+    seen: list[tuple[int, ...]] = []
+
+    def features(
+        pixel_values: torch.Tensor, pixel_attention_mask: torch.Tensor, return_dict: bool | None = None
+    ) -> Any:
+        seen.append((*pixel_values.shape[:2], *pixel_attention_mask.shape[:2]))
+        return output([(pixel_values * pixel_attention_mask[:, :, None]).reshape(-1, WIDTH)])
+
+    pixels = torch.arange(3.0 * 2 * WIDTH).view(1, 3, 2, WIDTH)
+    tensors = {"pixel_values": pixels, "pixel_attention_mask": torch.tensor(1).expand(1, 3, WIDTH)}
+    item = ImageItem("k", PlaceholderRange(0, 6), tensors, (1, 1))
+    (whole,) = ImageEncoder(features, WIDTH, torch.float32, torch.device("cpu"))([item])
+    (tiled,) = ImageEncoder(features, WIDTH, torch.float32, torch.device("cpu"), tile_by_tile=True)([item])
+    assert isinstance(whole, ImageRows)
+    assert isinstance(tiled, ImageRows)
+    assert torch.equal(whole.rows, tiled.rows)
+    assert seen == [(1, 3, 1, 3), *[(1, 1, 1, 1)] * 3]
