@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 import secrets
 import threading
 import time
@@ -132,7 +133,7 @@ class Engine:
             sampling: Options; what is None takes the model's default.
             request_id: Unique among the requests that are not done, without "#"; None: one is made up.
             priority: Lower runs sooner.
-            timeout: Seconds from `arrival` until it is given up with DeadlineExceeded.
+            timeout: Seconds from `arrival` until it is given up with DeadlineExceeded, at once if there are none left.
             arrival: `time.monotonic()` of the user's call; None: now.
             preprocess: Seconds that went into the prompt, without those of waiting for a worker to make it (these
                 count as waiting in the queue); None: all since `arrival`.
@@ -160,6 +161,8 @@ class Engine:
         if "#" in request_id:
             raise InvalidRequestError(f"a request id has no '#' (it marks further answers), unlike {request_id!r}")
         sampling = self._resolve(prompt, sampling or SamplingParams())
+        if timeout is not None and math.isnan(timeout):
+            raise InvalidRequestError("timeout is a number of seconds or None, not nan, which no clock ever reaches")
         requests = self._plan(request_id, prompt, sampling, priority, tuple(logits_processors))
         times = AnswerTimes(arrival, max(0.0, now - arrival) if preprocess is None else preprocess)
         answers = {

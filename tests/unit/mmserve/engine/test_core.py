@@ -533,6 +533,8 @@ def test_what_can_not_run_is_refused_at_once() -> None:
             engine.submit(mock_prompt([65]), SamplingParams(logit_bias={300: 1.0}))
         with pytest.raises(InvalidRequestError, match="only placeholder ids"):
             engine.submit(mock_prompt([65]), SamplingParams(allowed_token_ids=(258,)))
+        with pytest.raises(InvalidRequestError, match="timeout is a number of seconds"):
+            engine.submit(mock_prompt([65]), timeout=float("nan"))
         engine.submit(mock_prompt([65]), SamplingParams(max_tokens=1), request_id="twice")
         # A default length gives way to a long prompt.
         assert len(engine.submit(mock_prompt([65] * 37)).result(WAIT).token_ids) == 3
