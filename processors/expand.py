@@ -198,8 +198,10 @@ def _without_repeats(value: torch.Tensor) -> torch.Tensor:
     """
     if value.is_floating_point() or value.is_complex() or value.numel() < _LEAST_REPEATS:
         return value
-    one = value.reshape(-1)[0].clone()
-    return one.expand(value.shape) if bool((value == one).all()) else value
+    import torch
+
+    low, high = torch.aminmax(value)  # reads the values once, and writes nothing as large
+    return low.expand(value.shape) if bool(low == high) else value
 
 
 def _is_numbers(value: object) -> bool:

@@ -69,5 +69,5 @@ def image_mark(picture: Picture, options: Mapping[str, object], processor: str) 
     """
     planes = picture.planes()
     digest = hashlib.sha256(f"{processor}|{picture.size[0]}x{picture.size[1]}|".encode() + canonical(options))
-    digest.update(planes[:: len(planes) // _SAMPLES | 1])
+    digest.update(planes[:: len(planes) // _SAMPLES | 1].tobytes())
     return digest.digest()

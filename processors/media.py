@@ -92,7 +92,7 @@ def load_image(source: ImageSource, options: MediaOptions = MediaOptions()) -> I
 
 
 def load_picture(source: ImageSource, options: MediaOptions = MediaOptions()) -> Picture:
-    """As `load_image`, for a processor: a PIL image that is upright RGB already is packed where it is, not copied."""
+    """As `load_image`, for a processor: a PIL image that is upright RGB already is read where it is, not copied."""
     from PIL import Image
 
     if isinstance(source, Image.Image) and source.mode == "RGB":
@@ -102,7 +102,7 @@ def load_picture(source: ImageSource, options: MediaOptions = MediaOptions()) ->
                 source.load()
                 check_size(source, options.max_image_pixels, "the PIL image")  # some formats tell more when loaded
                 if is_plain(source):
-                    return Picture.packed(source)
+                    return Picture(source, own=False)
         except broken() as error:
             raise MediaError(f"the PIL image is damaged or cut off: {shorten(str(error))}") from error
     return Picture(load_image(source, options))

@@ -18,6 +18,7 @@ from processors.hashing import image_key, image_mark
 from processors.media import load_image, load_picture
 from processors.one_thread import use_one_core
 from processors.picture import Picture
+from processors.planes import pack_planes
 
 Maker = Callable[[str], PromptProcessor]
 
@@ -26,20 +27,55 @@ Maker = Callable[[str], PromptProcessor]
 def test_every_form_has_the_same_pixels(size: tuple[int, int]) -> None:
     image = noise(*size)
     expected = torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
-    for picture in (Picture(image), Picture.packed(image)):
+    for picture in (Picture(image), Picture(image, own=False)):
         assert picture.size == size
         assert torch.equal(picture.tensor(), expected)
         assert picture.image.mode == "RGB"
         assert picture.image.tobytes() == image.tobytes()
 
 
-def test_a_callers_picture_is_packed_and_not_kept() -> None:
+def test_a_callers_picture_is_read_once_and_not_kept() -> None:
     image = noise(40, 30)
     picture = load_picture(image)
     before = image.tobytes()
+    assert picture.planes()
     image.paste((0, 0, 0), (0, 0, 40, 30))
     assert picture.image.tobytes() == before
     assert torch.equal(picture.tensor(), Picture(noise(40, 30)).tensor())
+
+
+@pytest.mark.parametrize("size", [(2400, 2000), (300_000, 1), (1, 300_000)])
+def test_planes_of_large_pictures_and_of_any_pillow(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large picture lies in several pieces of memory; an older Pillow does not show where."""
+    image = noise(*size)
+    expected = b"".join(channel.tobytes() for channel in image.split())
+    with monkeypatch.context() as patch:
+        if hasattr(image, "__arrow_c_array__"):
+            patch.setattr(Image.Image, "tobytes", None)
+        assert pack_planes(image) == expected
+    for refusal in (AttributeError, ValueError):
+
+        def refuse(self: Image.Image, kind: type[Exception] = refusal) -> None:
+            raise kind
+
+        monkeypatch.setattr(Image.Image, "__arrow_c_array__", refuse)
+        assert pack_planes(image) == expected
+
+
+def test_planes_are_a_copy_and_the_image_can_be_written_to_afterwards() -> None:
+    image = noise(40, 30)
+    before = image.tobytes()
+    planes = pack_planes(image)
+    image.putpixel((0, 0), (1, 2, 3))
+    assert Picture(Image.frombytes("RGB", (40, 30), before)).planes() == planes
+    assert image.getpixel((0, 0)) == (1, 2, 3)
+
+
+def test_a_picture_that_is_known_by_name_is_not_read(builders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = PromptProcessor.from_processor(builders.build("llava"))
+    first = processor.process("x", [noise(70, 60)], image_ids=["a"])
+    monkeypatch.setattr(Picture, "planes", None)
+    assert processor.process("x", [noise(70, 60)], image_ids=["a"]).images[0].key == first.images[0].key
 
 
 def test_what_is_not_plain_is_made_upright_rgb_first() -> None:
@@ -60,7 +96,7 @@ def test_what_is_not_plain_is_made_upright_rgb_first() -> None:
 def test_equal_keys_have_equal_marks() -> None:
     pictures = [noise(300, 200, seed) for seed in range(3)]
     assert len({image_mark(Picture(p), {}, "x") for p in pictures}) == 3
-    one, same = Picture(pictures[0]), Picture.packed(pictures[0])
+    one, same = Picture(pictures[0]), Picture(pictures[0], own=False)
     assert image_mark(one, {}, "x") == image_mark(same, {}, "x")
     others = {image_mark(one, {"a": 1}, "x"), image_mark(one, {}, "y"), image_mark(one, {}, "x")}
     assert len(others) == 3
@@ -134,4 +170,4 @@ def test_one_thread_works_alone_and_others_as_before() -> None:
 
 def test_keys_of_packed_and_plain_pictures_are_equal() -> None:
     image = noise(50, 40)
-    assert image_key(Picture(image), {}, "p") == image_key(Picture.packed(image), {}, "p")
+    assert image_key(Picture(image), {}, "p") == image_key(Picture(image, own=False), {}, "p")

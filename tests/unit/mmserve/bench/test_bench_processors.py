@@ -13,7 +13,9 @@ def test_figures_follow_from_the_seconds() -> None:
     seconds = result["seconds"]
     assert all(value > 0 for value in seconds.values())
     assert result["overhead"] == pytest.approx(seconds["layer"] / seconds["bare"] - 1)
-    assert result["speedup"] == pytest.approx(seconds["one prompt, one thread"] / seconds["one prompt, side by side"])
+    beside = seconds["one prompt, side by side"]
+    assert result["speedup"] == pytest.approx(seconds["one prompt, one by one"] / beside)
+    assert result["speedup_over_one_thread"] == pytest.approx(seconds["one prompt, one thread"] / beside)
     assert result["repeat_ms"] == pytest.approx(500 * seconds["seen before"])
     assert result["repeat_ms_beyond_hash"] < result["repeat_ms"]
     assert result["tokens"] > 0
