@@ -35,6 +35,12 @@ UNITS = ("extension.cpp", "isa_amx.cpp", "isa_avx512.cpp", "isa_avx2.cpp", "isa_
 # -fopenmp for at::parallel_for, and nothing linked for it: torch brings the OpenMP library whose threads it uses.
 # The uninitialized warnings are about the compiler's own intrinsics headers.
 FLAGS = ("-O3", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized")
+# A compiler may know the matrix units' instructions and its assembler not: what decides is whether one comes out.
+MATRIX_TRIAL = """
+#include <immintrin.h>
+__attribute__((target("amx-tile,amx-bf16"))) void trial() { _tile_zero(0); _tile_dpbf16ps(0, 1, 2); }
+"""
+WITHOUT_MATRIX = "-DMMSERVE_WITHOUT_AMX"
 
 
 class BuildError(Exception):
@@ -67,7 +73,7 @@ def build() -> tuple[ModuleType, str]:
             raise BuildError(f"compiling failed before; {failed} says why, and deleting it means another try")
         started = time.monotonic()
         try:
-            _compile(home)
+            _compile(home, _flags(compiler))
         except _CompilerError as error:
             failed.write_text(str(error), encoding="utf-8")
             raise BuildError(f"compiling failed; {failed} says why") from error
@@ -118,6 +124,16 @@ def _key(compiler: str) -> str:
     return digest.hexdigest()[:24]
 
 
+def _flags(compiler: str) -> list[str]:
+    """Those for this machine and compiler: without kernels for the matrix units where it can not make them."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return list(FLAGS)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [compiler, "-x", "c++", "-c", "-o", f"{folder}/trial.o", "-"]
+        made = subprocess.run(command, input=MATRIX_TRIAL, capture_output=True, text=True, check=False).returncode == 0
+    return list(FLAGS) if made else [*FLAGS, WITHOUT_MATRIX]
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """One process at a time; the system frees the lock of a process that dies."""
@@ -132,7 +148,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(home: Path) -> None:
+def _compile(home: Path, flags: list[str]) -> None:
     """Build in a folder of its own and rename it to `home`: no reader ever sees half a library."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it remarks on the absence of CUDA
     from torch.utils import cpp_extension
@@ -147,7 +163,7 @@ def _compile(home: Path) -> None:
             cpp_extension.load(
                 name=NAME,
                 sources=[str(SOURCES / unit) for unit in UNITS],
-                extra_cflags=list(FLAGS),
+                extra_cflags=flags,
                 build_directory=str(work),
                 is_python_module=True,
             )

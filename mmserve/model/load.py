@@ -16,6 +16,7 @@ import torch
 from mmserve.attention.interface import AttentionBackend
 from mmserve.attention.registry import AUTO_ORDER, choose_backend, make_backend
 from mmserve.errors import BackendError, ConfigError, ModelLoadError, UnsupportedModelError
+from mmserve.kernels.library import status
 from mmserve.model import text_attention
 from mmserve.model.build import build_model
 from mmserve.model.checkpoint import Checkpoint, open_checkpoint
@@ -295,9 +296,15 @@ def _assemble(
             path_reason="every text layer goes through the attention interface by a rule that backends know",
             both_ways=rule.__name__.replace("_", " "),
             attention=[_about_layer(index, layer) for index, layer in enumerate(layers)],
+            kernels=_about_kernels(layers),
             replacements=[each.describe() for each in replaced],
         ),
     )
+
+
+def _about_kernels(layers: Sequence[PagedLayer]) -> Mapping[str, object] | None:
+    """Which of the library's instruction sets runs, where it is from and what it misses; None where it is not used."""
+    return status().describe() if any(layer.choice.backend.name == "native" for layer in layers) else None
 
 
 def _image_encoder(loaded: LoadedModel) -> ImageEncoder | SpreadEncoder | None:

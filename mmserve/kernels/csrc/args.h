@@ -7,8 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// Whether the compiler has the instructions of the matrix units.
-#if defined(__x86_64__) && __has_include(<amxbf16intrin.h>)
+// Whether the compiler has the instructions of the matrix units, and its assembler does (build.py tries that).
+#if defined(__x86_64__) && !defined(MMSERVE_WITHOUT_AMX) && __has_include(<amxbf16intrin.h>)
 #define MMSERVE_AMX 1
 #endif
 

@@ -11,6 +11,9 @@ constexpr int64_t kTileRow = 64;    // bytes of its rows
 constexpr int64_t kTileSteps = 32;  // elements of bf16 that one step sums over
 constexpr int64_t kAheadSteps = 8;  // from where a row is read to where it is asked for
 
+// What lies in memory is what was stored: the compiler does not know that the next instruction reads it.
+LANES void stored(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
+
 // Registers belong to the thread; they are given back, so that a switch of threads does not have to save them.
 class TileRegisters {
  public:
@@ -20,6 +23,7 @@ class TileRegisters {
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } layout;
+    stored(&layout);
     _tile_loadconfig(&layout);
   }
   LANES ~TileRegisters() { _tile_release(); }
@@ -49,9 +53,6 @@ LANES void copy_lines(const TileRows& a, int64_t first_row, int64_t byte, char* 
     u_store(to + r * kTileRow,
             first_row + r < a.rows ? u_load_first(a.at + (first_row + r) * a.stride + byte, units) : u_zero());
 }
-
-// What lies in memory is what was stored: the compiler does not know that the next instruction reads it.
-LANES void stored(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
 // c[R * 16, N * 16] = a b, or with kAdd c + a b. The tiles of b lie `step_bytes` apart from step to step and
 // `tile_bytes` within one. kAhead: a is read once and comes from afar, so it is asked for some steps ahead.

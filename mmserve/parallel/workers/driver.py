@@ -107,7 +107,7 @@ class Team:
 
     def describe(self) -> list[dict[str, Any]]:
         """What each worker holds; JSON-friendly."""
-        kept = ("parallel", "device", "parameters", "weight_bytes", "path", "replacements")
+        kept = ("parallel", "device", "parameters", "weight_bytes", "path", "kernels", "replacements")
         found = [{name: ready.about[name] for name in kept if name in ready.about} for ready in self._ranks]
         if self._limits is not None:
             for entry, ready in zip(found, self._ranks, strict=True):

@@ -1,6 +1,10 @@
-// Runs every kernel of every instruction set on buffers that touch an unreadable page, at their end and at their
-// start: a read or write one byte outside ends the program. Built with the address and undefined-behaviour
-// sanitizers besides (make sanitize), which see the kernels' own arrays.
+// Runs every kernel of every instruction set that this processor can run, or of those named, on buffers that touch an
+// unreadable page, at their end and at their start: a read or write one byte outside ends the program. Built with the
+// address and undefined-behaviour sanitizers besides (make sanitize), which see the kernels' own arrays; what reads and
+// writes tiles is told to them by checked_tiles.h. What a kernel has to write first is full of NaN: a result that was not
+// written, or was made from what was not, is not finite.
+//
+//     build/bounds [amx] [avx512] [avx2] [plain]
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -31,6 +35,7 @@ class Guarded {
     base_ = static_cast<char*>(mmap(nullptr, inner_ + 2 * page_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     if (base_ == MAP_FAILED || mprotect(base_ + page_, inner_, PROT_READ | PROT_WRITE)) std::abort();
     data_ = base_ + page_ + (at_end ? inner_ - bytes : 0);
+    std::memset(data_, 0xff, bytes);  // NaN, in float and in bf16
   }
   ~Guarded() { munmap(base_, inner_ + 2 * page_); }
   Guarded(const Guarded&) = delete;
@@ -75,11 +80,12 @@ struct Type {
 
 void linear(const Type& type) {
   const int64_t rows = 1 + rng() % kLinearRows, n = pick({1, 3, 16, 17, 40}), k = pick({2, 10, 32, 34, 100});
-  auto x = type.random(rows * k), weight = type.random(n * k), bias = type.random(n), residual = type.random(rows * n);
+  const int64_t apart = k + pick({0, 2, 30});
+  auto x = type.random((rows - 1) * apart + k), weight = type.random(n * k), bias = type.random(n), residual = type.random(rows * n);
   auto y = type.empty(rows * n);
   const bool more = rng() % 2;
   const LinearArgs args = {x->data(), weight->data(), more ? bias->data() : nullptr, more ? residual->data() : nullptr,
-                           y->data(), rows, n, k, k, n};
+                           y->data(), rows, n, k, apart, n};
   const int64_t cut = rng() % (n + 1);
   type.kernels->linear(args, 0, cut);
   type.kernels->linear(args, cut, n);
@@ -87,14 +93,15 @@ void linear(const Type& type) {
 }
 
 void dense(const Type& type) {
-  const int64_t rows = 1 + rng() % 150, n = pick({1, 3, 16, 47, 48, 60, 130}), k = pick({2, 10, 32, 34, 100});
-  auto x = type.random(rows * k), weight = type.random(n * k), bias = type.random(n), residual = type.random(rows * n);
+  const int64_t rows = 1 + rng() % 150, n = pick({1, 3, 16, 47, 48, 60, 130});
+  const int64_t k = pick({2, 10, 32, 34, 100, 320}), apart = k + pick({0, 2, 30});
+  auto x = type.random((rows - 1) * apart + k), weight = type.random(n * k), bias = type.random(n), residual = type.random(rows * n);
   auto y = type.empty(rows * n);
   Guarded packed(type.kernels->dense_bytes(rows, k));
   const bool more = rng() % 2;
   const Activation activations[] = {Activation::kNone, Activation::kGeluTanh, Activation::kQuickGelu};
   const DenseArgs args = {x->data(), packed.data(), weight->data(), more ? bias->data() : nullptr,
-                          more ? residual->data() : nullptr, y->data(), rows, n, k, k, n, activations[rng() % 3]};
+                          more ? residual->data() : nullptr, y->data(), rows, n, k, apart, n, activations[rng() % 3]};
   const int64_t cut = rng() % (n + 1);
   Guarded scratch(type.kernels->dense_scratch(k));
   const int64_t panels = type.kernels->dense_panels(rows), half = panels / 2;
@@ -142,10 +149,11 @@ void attention(const Type& type, bool single) {
     std::memcpy(lo.data() + 4 * q, &first, 4);
     std::memcpy(hi.data() + 4 * q, &stop, 4);
   }
-  const AttentionArgs args = {query->data(), out->data(), reinterpret_cast<int32_t*>(lo.data()),
-                              reinterpret_cast<int32_t*>(hi.data()), heads * d, d, heads * dv, dv, group, d, dv,
+  const bool paged = rng() % 4, masked = rng() % 4;  // a tower's keys lie in order, and all of them are seen
+  const AttentionArgs args = {query->data(), out->data(), masked ? reinterpret_cast<int32_t*>(lo.data()) : nullptr,
+                              masked ? reinterpret_cast<int32_t*>(hi.data()) : nullptr, heads * d, d, heads * dv, dv, group, d, dv,
                               0.3f, rng() % 2 ? 5.0f : 0.0f};
-  const KeySource source = {key->data(), value->data(), reinterpret_cast<int32_t*>(table.data()), block,
+  const KeySource source = {key->data(), value->data(), paged ? reinterpret_cast<int32_t*>(table.data()) : nullptr, block,
                             kv_heads * d, d, kv_heads * dv, dv};
   for (int64_t head = 0; head < kv_heads; ++head) {
     if (single) {
@@ -173,8 +181,9 @@ void attention(const Type& type, bool single) {
 
 }  // namespace
 
-int main() {
-  for (const std::string& name : available_instruction_sets()) {
+int main(int count, char** names) {
+  const std::vector<std::string> all = available_instruction_sets(), named(names + 1, names + count);
+  for (const std::string& name : named.empty() ? all : named) {
     use_instruction_set(name);
     for (int round = 0; round < 150; ++round) {
       at_end = round % 2 == 0;

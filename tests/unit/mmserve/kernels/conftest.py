@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -21,16 +22,31 @@ def compiled() -> ModuleType:
     return module
 
 
-@pytest.fixture(params=["amx", "avx512", "avx2", "plain", "torch"])
+_SETS = ["amx", "avx512", "avx2", "plain"]
+
+
+@contextlib.contextmanager
+def _running(module: ModuleType, name: str) -> Iterator[ModuleType]:
+    if name not in module.available_instruction_sets():
+        pytest.skip(f"this processor can not run {name}")
+    before = module.active_instruction_set()
+    module.use_instruction_set(name)
+    yield module
+    module.use_instruction_set(before)
+
+
+@pytest.fixture(params=_SETS)
+def native(request: pytest.FixtureRequest, compiled: ModuleType) -> Iterator[ModuleType]:
+    """The compiled library, on one instruction set."""
+    with _running(compiled, request.param) as module:
+        yield module
+
+
+@pytest.fixture(params=[*_SETS, "torch"])
 def library(request: pytest.FixtureRequest) -> Iterator[KernelLibrary]:
     """The functions under test: one instruction set, or the torch code."""
     if request.param == "torch":
         yield fallback  # type: ignore[misc]
         return
-    module = request.getfixturevalue("compiled")
-    if request.param not in module.available_instruction_sets():
-        pytest.skip(f"this processor can not run {request.param}")
-    before = module.active_instruction_set()
-    module.use_instruction_set(request.param)
-    yield module
-    module.use_instruction_set(before)
+    with _running(request.getfixturevalue("compiled"), request.param) as module:
+        yield module  # type: ignore[misc]

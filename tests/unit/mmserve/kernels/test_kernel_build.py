@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import platform
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +26,7 @@ def _a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_compiler", lambda: "true")
 
 
-def fake_compile(home: Path) -> None:
+def fake_compile(home: Path, flags: list[str]) -> None:
     """Notes that it ran; takes a while, as compiling does."""
     with (home.parent / "runs").open("a") as runs:
         runs.write("run\n")
@@ -46,7 +48,7 @@ def test_says_what_is_missing(missing: str, reason: str, folder: Path, monkeypat
 
 @pytest.mark.usefixtures("_a_compiler")
 def test_a_failure_is_remembered_with_what_the_compiler_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(home: Path) -> None:
+    def fail(home: Path, flags: list[str]) -> None:
         raise build._CompilerError("error: expected ';'")
 
     monkeypatch.setattr(build, "_compile", fail)
@@ -55,7 +57,7 @@ def test_a_failure_is_remembered_with_what_the_compiler_said(folder: Path, monke
     (said,) = folder.glob("*.failed")
     assert said.read_text() == "error: expected ';'"
 
-    monkeypatch.setattr(build, "_compile", lambda home: pytest.fail("compiled again"))
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
     with pytest.raises(build.BuildError, match="failed before"):
         build.build()
 
@@ -77,6 +79,28 @@ def test_the_key_changes_with_sources_and_flags(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "args.h").write_text("// other\n")
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     assert build._key("true") != before
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="matrix units of x86-64")
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_compiler_without_matrix_units_builds_the_rest(
+    knows: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with an assembler that is older than the compiler: it fails at what it does not know."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\ncat | grep -q tdpbf16ps\nexit {0 if knows else 1}\n")
+    compiler.chmod(0o755)
+    seen: list[list[str]] = []
+
+    def note(home: Path, flags: list[str]) -> None:
+        seen.append(flags)
+        fake_compile(home, flags)
+
+    monkeypatch.setattr(build, "_compiler", lambda: str(compiler))
+    monkeypatch.setattr(build, "_compile", note)
+    monkeypatch.setattr(build, "_load", lambda library: library)
+    build.build()
+    assert seen == [[*build.FLAGS] if knows else [*build.FLAGS, "-DMMSERVE_WITHOUT_AMX"]]
 
 
 def _build_in_a_process(folder: str) -> str:
@@ -106,6 +130,27 @@ def test_switched_off_and_misspelt() -> None:
     assert library._choose("off") == (None, "switched off by MMSERVE_KERNELS")
     with pytest.raises(ConfigError, match="known: auto, off, amx, avx512, avx2, plain"):
         library._choose("avx1024")
+
+
+def test_each_instruction_set_can_be_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = library.native_module()
+    if module is None:
+        pytest.skip(f"no compiled kernels: {library.status().reason}")
+    before = module.active_instruction_set()
+    try:
+        for name in module.available_instruction_sets():
+            assert library._choose(name)[0].active_instruction_set() == name
+        monkeypatch.setattr(module, "available_instruction_sets", lambda: ["plain"])
+        with pytest.raises(ConfigError, match="'avx2', which this processor can not run"):
+            library._choose("avx2")
+    finally:
+        module.use_instruction_set(before)
+
+
+def test_what_is_missing_is_said_beside_where_the_library_is_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(missing_instruction_set=lambda: "amx: the compiler has not its instructions")
+    monkeypatch.setattr(build, "build", lambda: (module, "cached in a folder"))
+    assert library._choose("auto")[1] == "cached in a folder; without amx: the compiler has not its instructions"
 
 
 def test_without_a_library_the_torch_code_serves(monkeypatch: pytest.MonkeyPatch) -> None:

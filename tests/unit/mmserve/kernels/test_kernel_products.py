@@ -32,15 +32,6 @@ def test_linear(library: KernelLibrary, rows: int, dtype: torch.dtype) -> None:
         assert_near(library.linear(x, weight, bias, residual), product + bias.double() + residual.double(), factor=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_the_others(compiled: KernelLibrary, dtype: torch.dtype) -> None:
-    for n, k in SHAPES:
-        x, weight = normal(13, k, dtype=dtype, seed=1), normal(n, k, dtype=dtype, seed=2)
-        together = compiled.linear(x, weight, None, None)
-        apart = torch.cat([compiled.linear(x[i : i + 1], weight, None, None) for i in range(13)])
-        assert torch.equal(together, apart)
-
-
 ACTIVATED = {
     "none": lambda y: y,
     "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
@@ -59,14 +50,6 @@ def test_dense(library: KernelLibrary, rows: int, dtype: torch.dtype) -> None:
         for activation, form in ACTIVATED.items():
             expected = form(product + bias.double()) + residual.double()
             assert_near(library.dense(x, weight, bias, residual, activation), expected, factor=3)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_many_does_not_depend_on_the_others(compiled: KernelLibrary, dtype: torch.dtype) -> None:
-    x, weight = normal(131, 100, dtype=dtype, seed=1), normal(130, 100, dtype=dtype, seed=2)
-    together = compiled.dense(x, weight, None, None, "gelu_tanh")
-    for begin, end in [(0, 1), (3, 70), (100, 131)]:
-        assert torch.equal(compiled.dense(x[begin:end], weight, None, None, "gelu_tanh"), together[begin:end])
 
 
 def test_dense_products_are_worth_it_for_bfloat16_alone(compiled: KernelLibrary) -> None:

@@ -15,6 +15,7 @@ from fixtures.tiny_models.shrink import IMAGE, VOCAB
 from mmserve.cache.tensors import allocate
 from mmserve.conformance.packed import PackedRun, run_packed
 from mmserve.errors import ConfigError, EngineError, InputError, ModelOutputError
+from mmserve.kernels.library import status
 from mmserve.model import load_model
 from mmserve.model.interface import ImageRows
 from mmserve.model.paged import PagedModel
@@ -146,6 +147,15 @@ def test_what_is_replaced_is_logged_as_it_is_described(
         message = record.getMessage()
         assert message.startswith(f"replaced {entry['count']}: {entry['what']}")
         assert entry["declined"] is None or entry["declined"] in message
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_which_kernels_run_is_described(tmp_path: Path, backend: str) -> None:
+    about = load_model(build(FAMILY, tmp_path), block_size=16, device="cpu", attention_backend=backend).describe()
+    native = backend == "auto" and status().native
+    assert about["kernels"] == (status().describe() if native else None)
+    declined = str(about["attention"][0]["declined"])
+    assert native or backend == "reference" or f"native: the kernels are not compiled: {status().reason}" in declined
 
 
 def test_bind_cache_counts(model: PagedModel) -> None:

@@ -9,18 +9,19 @@ import torch
 from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
-from mmserve.kernels.library import native_module
+from mmserve.kernels.library import native_module, status
 from mmserve.model.replace_encoder import replace_encoder_layers
 
 SIZES = {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 3, "image_size": 32, "patch_size": 8}
 
 
 @pytest.fixture(autouse=True)
-def worth_it() -> None:
-    """Needs the processor's own bf16 products."""
+def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the processor is: bfloat16 pays, float32 does not."""
     module = native_module()
-    if module is None or not module.dense_pays(1024, 2):
-        pytest.skip("dense products do not pay on this processor")
+    if module is None:
+        pytest.skip(f"no compiled kernels: {status().reason}")
+    monkeypatch.setattr(module, "dense_pays", lambda rows, element_size: element_size == 2)
 
 
 def tower(kind: str = "siglip", dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 
 from mmserve.attention.interface import AttentionMetadata, AttentionSpec, LayerCache
 from mmserve.attention.native import NativeBackend
-from mmserve.kernels.library import status
+from mmserve.kernels.library import native_module, status
 from mmserve.kernels.linear import FewRowLinear, weight_product
 from mmserve.model import text_attention
 from mmserve.model.replace import replace_layers
@@ -283,13 +283,31 @@ class TestTower:
         assert [(count, why) for _, count, why in done] == [(1, None), (0, FLOAT32), (2, None), (1, None)]
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
+    @pytest.mark.parametrize("instruction_set", ["amx", "avx512", "avx2", "plain"])
+    def test_what_torch_does_better_is_said(self, instruction_set: str) -> None:
+        """Where there are matrix units, torch uses them: kernels that do not leave a bfloat16 tower to it."""
+        module = native_module()
+        if module is None or instruction_set not in module.available_instruction_sets():
+            pytest.skip(f"{instruction_set} can not run here")
+        before = module.active_instruction_set()
+        module.use_instruction_set(instruction_set)
+        try:
+            pays = module.attention_pays(2)
+            said = {what: (count, why) for what, count, why in replace_tower(vision_model(torch.bfloat16))}
+        finally:
+            module.use_instruction_set(before)
+        reason = "torch's own runs on the processor's matrix units, and the kernels here do not"
+        assert pays or instruction_set != "amx"
+        assert said["vision attention"] == ((1, None) if pays else (0, reason))
+        assert all(count or why for count, why in said.values())
+
     def test_the_kernel_really_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model = vision_model(torch.bfloat16)
+        model = vision_model()  # in float32 it pays everywhere
         list(replace_tower(model))
         assert model.config.vision_config._attn_implementation == NAME
         assert model.config.text_config._attn_implementation != NAME
         monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda *_, **__: pytest.fail("torch ran"))
-        model.get_image_features(torch.randn(1, 2, 3, 32, 32).bfloat16(), return_dict=True)
+        model.get_image_features(torch.randn(1, 2, 3, 32, 32), return_dict=True)
 
     @pytest.mark.parametrize(("causal", "masked"), [(False, False), (True, False), (False, True)])
     def test_what_the_kernel_has_not_goes_to_torch(self, causal: bool, masked: bool) -> None:
