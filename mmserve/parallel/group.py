@@ -87,6 +87,7 @@ class Group:
 
         Raises:
             ExchangeError: A rank is gone.
+            ConfigError: The environment's switch says neither on nor off.
         """
         agreement = agree(self.rank, self.size, timeout, self._say)
         self._memory, self.reason = agreement.exchange, agreement.reason

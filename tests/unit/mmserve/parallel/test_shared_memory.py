@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fixtures.tiny_models.thread_ranks import on_ranks
+from mmserve.errors import ConfigError
 from mmserve.kernels.library import native_module
 from mmserve.parallel.group import ExchangeError, Group, make_group
 from mmserve.parallel.shared_memory import SWITCH
@@ -182,6 +183,14 @@ def test_one_rank_that_can_not_is_enough_to_decline(monkeypatch: pytest.MonkeyPa
         return group.through, group.reason, float(group.all_reduce(torch.ones(1)))
 
     assert on_ranks(2, work) == [("gloo", f"switched off by {SWITCH}", 2.0)] * 2
+
+
+def test_a_switch_that_says_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    with pytest.raises(ConfigError, match="MMSERVE_SHARED_MEMORY in the environment is 'on' or 'off', not '0'"):
+        Group(None, 0, 2).share_memory(TIMEOUT)
+    monkeypatch.setenv(SWITCH, "")
+    in_memory(2, lambda group: None)
 
 
 def test_ranks_of_other_hosts_decline(monkeypatch: pytest.MonkeyPatch) -> None:
