@@ -17,8 +17,8 @@ from mmserve.kernels.library import native_module
 
 __all__ = ["DecoderWeights", "NativeDecoderLayer", "NativeDecoderStack", "SumOverRanks"]
 
-SumOverRanks: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
-"""This rank's part of a tensor -> the sum of all ranks' parts."""
+SumOverRanks: TypeAlias = "Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]"
+"""This rank's part of a tensor, and what comes on top -> the sum of all ranks' parts, rounded, and that added to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,11 @@ class NativeDecoderLayer:
 
     def _rest(self, hidden: torch.Tensor, part: torch.Tensor, total: SumOverRanks) -> torch.Tensor:
         """What follows this rank's part [T, w] of the attention's output, in a layer that ranks share."""
-        middle = total(part)
-        if self._output_bias is not None:
-            middle.add_(self._output_bias)
-        middle.add_(hidden)
-        return total(self.native.mlp_part(middle)).add_(middle)
+        if self._output_bias is None:
+            middle = total(part, hidden)
+        else:
+            middle = total(part, None).add_(self._output_bias).add_(hidden)
+        return total(self.native.mlp_part(middle), middle)
 
 
 class NativeDecoderStack:

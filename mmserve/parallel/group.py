@@ -87,6 +87,7 @@ class Group:
 
         Raises:
             ExchangeError: A rank is gone.
+            ConfigError: The environment's switch says neither on nor off.
         """
         agreement = agree(self.rank, self.size, timeout, self._say)
         self._memory, self.reason = agreement.exchange, agreement.reason
@@ -94,18 +95,23 @@ class Group:
             self.through = "shared memory"
         self.traffic = Traffic()  # of tensors, not of this
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, bit-equal on all of them; in place, unless the tensor is not contiguous."""
+    def all_reduce(self, tensor: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum over all ranks, bit-equal on all of them; in place, unless the tensor is not contiguous.
+
+        Args:
+            tensor: This rank's part.
+            onto: Added to the sum after that was rounded to the dtype; contiguous, of the same shape and dtype.
+        """
         if self.size > 1 and not self._alone:
             self._check_allowed()
             tensor = tensor.contiguous()
             self.traffic.add(tensor, 2 * (self.size - 1) / self.size)
             with _exchanging():
                 if self._memory is not None and tensor.dtype in _SUMMED_IN_MEMORY:
-                    self._memory.sum(tensor)
-                else:
-                    self._group.allreduce([tensor]).wait()
-        return tensor
+                    self._memory.sum(tensor, onto)
+                    return tensor
+                self._group.allreduce([tensor]).wait()
+        return tensor if onto is None else tensor.add_(onto)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, in the order of ranks."""

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mmserve.errors import ConfigError
 from mmserve.kernels.library import native_module, status
 
 __all__ = ["SWITCH", "Agreement", "Say", "agree"]
 
 SWITCH = "MMSERVE_SHARED_MEMORY"
-"""A variable of the environment: "off" on any rank, and all talk through sockets alone."""
+"""A variable of the environment: "off" on any rank, and all talk through sockets alone; "on" is as if it were not there."""
 
 Say = Callable[[str], list[str]]
 """Tells all ranks a few words; what each of them said."""
@@ -64,6 +65,9 @@ def agree(rank: int, size: int, timeout: float, say: Say) -> Agreement:
         rank: This rank's number. size: Ranks in the group.
         timeout: Seconds until an exchange to which a rank does not come is given up.
         say: Reaches the other ranks; what it raises passes through.
+
+    Raises:
+        ConfigError: The switch says neither on nor off.
     """
     with ExitStack() as stack:
         offers = [_Offer(**json.loads(said)) for said in say(json.dumps(asdict(_offer(rank, size, stack))))]
@@ -101,7 +105,10 @@ def _offer(rank: int, size: int, stack: ExitStack) -> _Offer:
 
 def _missing() -> str | None:
     """What this process lacks."""
-    if os.environ.get(SWITCH) == "off":
+    said = os.environ.get(SWITCH) or "on"
+    if said not in ("on", "off"):
+        raise ConfigError(f"{SWITCH} in the environment is 'on' or 'off', not {said!r}")
+    if said == "off":
         return f"switched off by {SWITCH}"
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "this system has no files in memory, or can not watch processes"

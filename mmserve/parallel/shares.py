@@ -10,9 +10,7 @@ part, so that what stood together stays fused::
     └────────────┘
 
 Sizes that do not divide go by whole units, the first ranks one more. Query heads follow their key and value head, so
-attention's units are groups of heads; where there are fewer key and value heads than ranks, ranks share a copy. Where
-groups do not go round, the MLP beside the attention makes up for it: nine heads in groups of three over two ranks are
-six and three, and the first rank takes fewer of the MLP's columns.
+attention's units are groups of heads; where there are fewer key and value heads than ranks, ranks share a copy.
 """
 
 from __future__ import annotations
@@ -24,19 +22,7 @@ import torch
 
 from mmserve.errors import UnsupportedModelError
 
-__all__ = [
-    "HeadShare",
-    "Share",
-    "balanced",
-    "level_widths",
-    "share_heads",
-    "share_packed",
-    "share_width",
-    "share_widths",
-]
-
-_GRAIN = 64
-"""Entries of an inner dimension that stay together where its size is a multiple: of every vector width."""
+__all__ = ["HeadShare", "Share", "balanced", "share_heads", "share_packed", "share_width"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,34 +78,6 @@ def balanced(size: int, parts: int, index: int) -> tuple[int, int]:
 def share_width(dim: int, size: int, rank: int, ranks: int) -> Share:
     """A plain dimension, one range a rank."""
     return Share(dim, size, (balanced(size, ranks, rank),))
-
-
-def share_widths(dim: int, widths: Sequence[int], rank: int) -> Share:
-    """A dimension of which each rank takes as many entries as `widths` says."""
-    start = sum(widths[:rank])
-    return Share(dim, sum(widths), ((start, start + widths[rank]),))
-
-
-def level_widths(size: int, loads: Sequence[int], weights: int) -> tuple[int, ...] | None:
-    """Each rank's entries of a dimension, so that all hold about as much; None if that can not be.
-
-    They are whole grains. What is left over goes to those who carry least: a rank with more heads reads more of the
-    cache besides.
-
-    Args:
-        size: Of the dimension.
-        loads: Weights that each rank holds of what stands beside it.
-        weights: Of all that is dealt along the dimension.
-    """
-    grain = _GRAIN if size % _GRAIN == 0 else 1
-    level = (sum(loads) + weights) / len(loads)
-    widths = [max(0, int((level - load) * size / weights / grain)) for load in loads]
-    left = size // grain - sum(widths)
-    if left < 0 or min(widths) < 1:
-        return None
-    for rank in sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))[:left]:
-        widths[rank] += 1
-    return tuple(width * grain for width in widths)
 
 
 def share_packed(dim: int, size: int, parts: int, rank: int, ranks: int) -> Share:

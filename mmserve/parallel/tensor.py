@@ -6,8 +6,8 @@ learn which, and what comes back says of each parameter which share of the whole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +16,7 @@ from torch import nn
 from mmserve.errors import UnsupportedModelError
 from mmserve.parallel.group import Group
 from mmserve.parallel.layers import GatheredLinear, RowLinear, gather_embedding, look_up_own_rows, sum_output
-from mmserve.parallel.shares import (
-    HeadShare,
-    Share,
-    level_widths,
-    share_heads,
-    share_packed,
-    share_width,
-    share_widths,
-)
+from mmserve.parallel.shares import HeadShare, Share, share_heads, share_packed, share_width
 
 __all__ = ["shard_model"]
 
@@ -37,22 +29,12 @@ _PARTS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Where a style applies: a module or a parameter, and who owns it.
-
-    Attributes:
-        widths: Each rank's part of the dimension that the style deals out, where they are not about equal.
-    """
+    """Where a style applies: a module or a parameter, and who owns it."""
 
     name: str
     owner: Any
     child: str
     style: str
-    widths: tuple[int, ...] | None = None
-
-    @property
-    def place(self) -> str:
-        """The owner's name."""
-        return self.name.rpartition(".")[0]
 
 
 def shard_model(model: Any, plan: Mapping[str, str], group: Group) -> dict[str, Share]:
@@ -69,11 +51,12 @@ def shard_model(model: Any, plan: Mapping[str, str], group: Group) -> dict[str, 
     modules = dict(model.named_modules())
     shares: dict[str, Share] = {}
     attentions: dict[str, HeadShare] = {}
-    for site in _leveled(_sites(plan, modules), group):
-        name, child, style = site.name, site.child, site.style
+    for name, style in plan.items():
+        parent, _, child = name.rpartition(".")
+        site = _Site(name, modules[parent], child, style)
         heads = _heads_of(site, group)
         if heads is not None:
-            attentions[site.place] = heads(group.rank)
+            attentions[parent] = heads(group.rank)
         if name in modules:
             shares |= _shard_module(modules[name], site, heads, group)
         elif style != "whole":
@@ -85,49 +68,6 @@ def shard_model(model: Any, plan: Mapping[str, str], group: Group) -> dict[str, 
         shares |= _shard_attention(name, modules[name], head_share)
     _check_ties(model, shares)
     return shares
-
-
-def _sites(plan: Mapping[str, str], modules: Mapping[str, Any]) -> list[_Site]:
-    found = []
-    for name, style in plan.items():
-        parent, _, child = name.rpartition(".")
-        found.append(_Site(name, modules[parent], child, style))
-    return found
-
-
-def _leveled(sites: Sequence[_Site], group: Group) -> list[_Site]:
-    """The same sites; MLPs beside attention layers of which ranks hold unequal parts get widths that make up for it."""
-    loads: dict[str, list[int]] = {}
-    owners: dict[str, list[_Site]] = {}
-    for site in sites:
-        owners.setdefault(site.place, []).append(site)
-        heads = _heads_of(site, group)
-        if heads is not None and _is_plain(site):
-            layer = loads.setdefault(site.place.rpartition(".")[0], [0] * group.size)
-            weight = getattr(site.owner, site.child).weight
-            share = _deal(site, (-2 if site.style == "column" else -1, weight), heads, group)
-            assert share is not None
-            for rank in range(group.size):
-                layer[rank] += weight.numel() * share(rank).length // share(rank).size
-    widths = {}
-    for place, own in owners.items():
-        beside = loads.get(place.rpartition(".")[0], [0])
-        if len(set(beside)) > 1 and all(_is_plain(site) for site in own) and _heads_of(own[0], group) is None:
-            widths[place] = _level(own, beside)
-    return [replace(site, widths=widths.get(site.place)) for site in sites]
-
-
-def _is_plain(site: _Site) -> bool:
-    return site.style in ("column", "row") and type(getattr(site.owner, site.child)) is nn.Linear
-
-
-def _level(sites: Sequence[_Site], loads: Sequence[int]) -> tuple[int, ...] | None:
-    """Each rank's part of what the linear layers of one MLP have between them; None if that is not one dimension."""
-    weights = [getattr(site.owner, site.child).weight for site in sites]
-    sizes = {weight.shape[0 if site.style == "column" else 1] for site, weight in zip(sites, weights, strict=True)}
-    if len(sizes) > 1:
-        return None
-    return level_widths(sizes.pop(), loads, sum(weight.numel() for weight in weights))
 
 
 def _shard_module(module: Any, site: _Site, heads: Callable[[int], HeadShare] | None, group: Group) -> dict[str, Share]:
@@ -208,9 +148,6 @@ def _deal(
         return None
     if site.style in ("packed_column", "packed_row"):
         return lambda rank: share_packed(dim, size, _PARTS, rank, group.size)
-    if site.widths is not None:
-        widths = site.widths
-        return lambda rank: share_widths(dim, widths, rank)
     if heads is None:
         return lambda rank: share_width(dim, size, rank, group.size)
     if site.child in _KEYS:

@@ -86,7 +86,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return exchange;
       }))
       .def_static("bytes", &SharedExchange::bytes)
-      .def("sum", &SharedExchange::sum, Unlocked())
+      .def("sum", &SharedExchange::sum, py::arg("tensor"), py::arg("onto") = py::none(), Unlocked())
       .def("gather", &SharedExchange::gather, Unlocked())
       .def("broadcast", &SharedExchange::broadcast, Unlocked())
       .def("leave", &SharedExchange::leave);

@@ -209,9 +209,14 @@ void SharedExchange::add(const Kernels& kernels, int64_t first, int64_t count, i
                 [&](int64_t begin, int64_t end) { kernels.sum(parts.data(), size_, out, begin, end); });
 }
 
-void SharedExchange::sum(const at::Tensor& tensor) {
+void SharedExchange::sum(const at::Tensor& tensor, const MaybeTensor& onto) {
   check_plain(tensor);
   check_element_type(tensor, "what ranks sum");
+  if (onto) {
+    check_plain(*onto);
+    TORCH_CHECK(onto->sizes() == tensor.sizes() && onto->scalar_type() == tensor.scalar_type(), "a sum of ",
+                tensor.scalar_type(), " ", tensor.sizes(), " onto ", onto->scalar_type(), " ", onto->sizes());
+  }
   const int64_t element = tensor.element_size();
   const Kernels& kernels = kernels_for(element);
   begin(kSum, tensor.nbytes());
@@ -220,20 +225,28 @@ void SharedExchange::sum(const at::Tensor& tensor) {
     const int64_t count = bytes / element;
     write(piece, bytes);
     meet();
-    if (size_ == 2 || bytes < kSharedSum) {  // two would send as much, and meet once more
-      add(kernels, 0, count, element, piece);
-      return;
-    }
-    // Each sums its share of the piece in its own slot, where nobody else reads it before; then all take all shares.
-    const auto first = [&](int64_t rank) { return count * rank / size_; };
-    const int64_t own = first(rank_);
-    add(kernels, own, first(rank_ + 1) - own, element, slot(rank_) + own * element);
-    meet();
-    for (int64_t other = 0; other < size_; ++other) {
-      const int64_t begins = first(other) * element;
-      copy(piece + begins, slot(other) + begins, first(other + 1) * element - begins);
-    }
+    sum_piece(kernels, count, element, piece);
+    if (!onto) return;
+    const void* const both[] = {piece, bytes_of(*onto) + at};  // the piece is still in a cache
+    over_elements(count, element, [&](int64_t begin, int64_t end) { kernels.sum(both, 2, piece, begin, end); });
   });
+}
+
+// All ranks' slots, into the piece.
+void SharedExchange::sum_piece(const Kernels& kernels, int64_t count, int64_t element, char* piece) {
+  if (size_ == 2 || count * element < kSharedSum) {  // two would send as much, and meet once more
+    add(kernels, 0, count, element, piece);
+    return;
+  }
+  // Each sums its share of the piece in its own slot, where nobody else reads it before; then all take all shares.
+  const auto first = [&](int64_t rank) { return count * rank / size_; };
+  const int64_t own = first(rank_);
+  add(kernels, own, first(rank_ + 1) - own, element, slot(rank_) + own * element);
+  meet();
+  for (int64_t other = 0; other < size_; ++other) {
+    const int64_t begins = first(other) * element;
+    copy(piece + begins, slot(other) + begins, first(other + 1) * element - begins);
+  }
 }
 
 void SharedExchange::gather(const at::Tensor& own, const std::vector<at::Tensor>& all) {

@@ -33,7 +33,8 @@ class SharedExchange {
   static int64_t bytes(int64_t size);
 
   // The sum over all ranks, in the order of ranks, float or bf16, in place; bf16 is summed in float and rounded once.
-  void sum(const at::Tensor& tensor);
+  // `onto`, of the same shape and type, is added to the sum afterwards and rounded again: it need not be equal on ranks.
+  void sum(const at::Tensor& tensor, const MaybeTensor& onto);
   // all[r] is made rank r's `own`.
   void gather(const at::Tensor& own, const std::vector<at::Tensor>& all);
   // The source's tensor, in place.
@@ -55,6 +56,7 @@ class SharedExchange {
   void check(int64_t rank) const;
   void begin(What what, int64_t bytes);
   void check_same() const;
+  void sum_piece(const Kernels& kernels, int64_t count, int64_t element, char* piece);
   void add(const Kernels& kernels, int64_t first, int64_t count, int64_t element, char* out) const;
 
   char* memory_;

@@ -7,18 +7,24 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from mmserve.errors import MMServeError, WorkerError
 from mmserve.parallel.workers.wire import Hello, Leave, Left, Lost, Setup, Stop, encode, receive, send
 
 __all__ = ["Crew", "Member", "child_environment", "start_local"]
 
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.01
+"""Between two looks at whether something is done that can not be waited for together with workers."""
 _PATIENCE = 5.0
 """Seconds for a worker to end by itself, or to say why something else went wrong, before it is ended."""
 
@@ -91,6 +97,7 @@ class Crew:
         self._keep = keep
         self._by_rank = {member.rank: member for member in members}
         self._closed = False
+        self._early: dict[int, Any] = {}
 
     def greet(self, setups: Iterable[Setup], timeout: float) -> None:
         """Send each worker its setup and wait until all are up.
@@ -105,6 +112,33 @@ class Crew:
             if not isinstance(hello, Hello):
                 raise WorkerError(f"{member} answered with a {type(hello).__name__} instead of a greeting")
             member.where = f"process {hello.process_id} on {hello.host}"
+
+    def while_up(self, work: Callable[[], T]) -> T:
+        """What `work` gives, which waits for workers and does not hear when one is lost.
+
+        It runs in a thread of its own, which is left behind if a worker is lost meanwhile: what it waits for has a
+        limit of its own. What workers say meanwhile is kept for `hear_all`.
+
+        Raises:
+            MMServeError: A worker is gone or has failed: as `hear`.
+            Exception: What `work` raises.
+        """
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                done.set_exception(error)
+
+        thread = threading.Thread(target=run, name="mmserve-meet", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            for member in self._members:
+                if member.rank not in self._early and member.connection.poll():
+                    self._early[member.rank] = self._take(member)
+            thread.join(_LOOK_SECONDS)
+        return done.result()
 
     def tell(self, ranks: Iterable[int], message: object) -> None:
         """Send a message, encoded once, to some workers.
@@ -148,8 +182,9 @@ class Crew:
             MMServeError: As `hear`.
         """
         limit = time.monotonic() + timeout
-        waiting = {member.connection: member for member in self._members}
-        heard = []
+        heard = [(self._by_rank[rank], message) for rank, message in self._early.items()]
+        waiting = {member.connection: member for member in self._members if member.rank not in self._early}
+        self._early = {}
         while waiting:
             ready = wait(list(waiting), max(0.0, limit - time.monotonic()))
             if not ready:

@@ -295,7 +295,7 @@ def start_team(
         crew.greet((Setup(rank=rank, device=devices[rank], **common) for rank in range(1, layout.size)), timeout)
         place = layout.place(0)
         try:
-            groups = meet(store, "engine", place, torch.device(devices[0]), host, timeout)
+            groups = crew.while_up(lambda: meet(store, "engine", place, torch.device(devices[0]), host, timeout))
         except RuntimeError as error:
             crew.explain(error)
     except BaseException:

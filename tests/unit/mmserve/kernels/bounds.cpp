@@ -131,6 +131,24 @@ void small(const Type& type) {
   type.check_finite(*head, d);
 }
 
+// What ranks exchange: all parts into a buffer of its own, and in place onto the first, over a range in the middle too.
+void sum(const Type& type) {
+  const int64_t count = 1 + rng() % 5, width = pick({1, 2, 15, 16, 33, 576, 1003});
+  std::vector<std::unique_ptr<Guarded>> parts;
+  std::vector<const void*> from;
+  for (int64_t i = 0; i < count; ++i) from.push_back(parts.emplace_back(type.random(width))->data());
+  auto out = type.empty(width);
+  const int64_t cut = rng() % (width + 1);
+  type.kernels->sum(from.data(), count, out->data(), 0, cut);
+  type.kernels->sum(from.data(), count, out->data(), cut, width);
+  type.check_finite(*out, width);
+  type.kernels->sum(from.data(), count, parts[0]->data(), 0, width);
+  if (std::memcmp(parts[0]->data(), out->data(), width * type.size)) {
+    std::fprintf(stderr, "a sum in place is another\n");
+    std::exit(1);
+  }
+}
+
 void attention(const Type& type, bool single) {
   const int64_t d = pick({2, 32, 40, 64, 72, 256}), dv = pick({1, 9, 32, 64, 80, 256});
   const int64_t group = pick({1, 2, 3, 9}), kv_heads = pick({1, 2}), heads = group * kv_heads;
@@ -192,6 +210,7 @@ int main(int count, char** names) {
         linear(type);
         dense(type);
         small(type);
+        sum(type);
         attention(type, true);
         attention(type, false);
       }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ import pytest
 import torch
 
 from fixtures.tiny_models.thread_ranks import on_ranks
+from mmserve.errors import ConfigError
 from mmserve.kernels.library import native_module
-from mmserve.parallel.group import ExchangeError, Group
+from mmserve.parallel.group import ExchangeError, Group, make_group
 from mmserve.parallel.shared_memory import SWITCH
 from mmserve.parallel.workers.crew import child_environment
-from mmserve.parallel.workers.meet import host_store
+from mmserve.parallel.workers.meet import host_store, join_store
 
 pytestmark = [
     pytest.mark.skipif(native_module() is None, reason="the exchange is compiled"),
@@ -59,6 +59,35 @@ def test_sums_are_in_the_order_of_ranks_and_equal_on_all(size: int, dtype: torch
             total = total + part.float()
         for rank in range(size):
             assert torch.equal(found[rank][index], total.to(dtype)), (count, rank)
+
+
+@pytest.mark.parametrize("through", ["memory", "gloo"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sum_onto_rows_is_rounded_first(size: int, dtype: torch.dtype, through: str) -> None:
+    """What is added need not be the same on ranks; small and shared sums, through memory and through gloo."""
+    counts = [1, 1003, PIECE // dtype.itemsize + 5]
+    given = {count: [part / 64 for part in parts(size + 1, count, dtype)] for count in counts}
+
+    def work(group: Group) -> None:
+        for count in counts:
+            part, onto = given[count][group.rank], given[count][size] * (group.rank + 1)
+            alone = group.all_reduce(part.clone())
+            kept = onto.clone()
+            assert torch.equal(group.all_reduce(part.clone(), onto), alone + onto)
+            assert torch.equal(onto, kept)
+
+    (in_memory if through == "memory" else on_ranks)(size, work)
+
+
+def test_a_sum_onto_something_else_is_refused() -> None:
+    def work(group: Group) -> None:
+        for onto in (torch.ones(4), torch.ones(3).bfloat16(), torch.ones(3, 2)[:, 0]):
+            with pytest.raises(ExchangeError, match=r"onto|contiguous"):
+                group.all_reduce(torch.ones(3), onto)
+        assert float(group.all_reduce(torch.ones(3), torch.ones(3))[0]) == 3.0
+
+    in_memory(2, work)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -156,6 +185,14 @@ def test_one_rank_that_can_not_is_enough_to_decline(monkeypatch: pytest.MonkeyPa
     assert on_ranks(2, work) == [("gloo", f"switched off by {SWITCH}", 2.0)] * 2
 
 
+def test_a_switch_that_says_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    with pytest.raises(ConfigError, match="MMSERVE_SHARED_MEMORY in the environment is 'on' or 'off', not '0'"):
+        Group(None, 0, 2).share_memory(TIMEOUT)
+    monkeypatch.setenv(SWITCH, "")
+    in_memory(2, lambda group: None)
+
+
 def test_ranks_of_other_hosts_decline(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmserve.parallel import shared_memory
 
@@ -173,43 +210,13 @@ from mmserve.parallel.group import make_group
 from mmserve.parallel.workers.meet import join_store
 
 torch.set_num_threads(1)
-rank, size, port = map(int, sys.argv[1:4])
-group = make_group(join_store("127.0.0.1", port, 60.0), "peers", rank, size, torch.device("cpu"), "127.0.0.1", 60.0)
+store = join_store("127.0.0.1", int(sys.argv[1]), 60.0)
+group = make_group(store, "peers", 0, 3, torch.device("cpu"), "127.0.0.1", 60.0)
 group.share_memory(60.0)
-for turn in range(3):
-    assert group.all_reduce(torch.ones(100_000))[-1] == size
+assert float(group.all_reduce(torch.ones(100_000))[-1]) == 3.0
 print(group.through, flush=True)
-if sys.argv[4] == "wait":
-    time.sleep(60)
-try:
-    group.all_reduce(torch.ones(3))
-except RuntimeError as error:
-    print(error, flush=True)
+time.sleep(60)
 """
-
-
-@contextmanager
-def processes(*acts: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """A rank each, in exchange through memory; one that acts "wait" comes to no further exchange."""
-    store = host_store("127.0.0.1", TIMEOUT)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PEER, str(rank), str(len(acts)), str(store.port), act],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**child_environment(), "OMP_NUM_THREADS": "1"},
-        )
-        for rank, act in enumerate(acts)
-    ]
-    try:
-        for process in started:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "shared memory\n"
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
 
 
 def files_in_memory() -> set[str]:
@@ -218,20 +225,38 @@ def files_in_memory() -> set[str]:
 
 
 def test_peers_of_a_killed_process_hear_it_at_once_and_nothing_stays() -> None:
-    """A process that nobody has waited for yet is dead all the same; the third rank waits for the second's exchange."""
+    """A process that nobody has waited for yet is dead all the same; its peers wait for it, or for each other."""
     before = files_in_memory()
-    with processes("wait", "go", "go") as ranks:
+    store = host_store("127.0.0.1", TIMEOUT)
+    heard: list[tuple[str, float]] = []
+
+    def peer(rank: int) -> None:
+        own = join_store("127.0.0.1", store.port, TIMEOUT)
+        group = make_group(own, "peers", rank, 3, torch.device("cpu"), "127.0.0.1", TIMEOUT)
+        group.share_memory(TIMEOUT)
+        group.all_reduce(torch.ones(100_000))
+        try:
+            group.all_reduce(torch.ones(3))
+        except ExchangeError as error:
+            heard.append((str(error), time.monotonic()))
+
+    peers = [threading.Thread(target=peer, args=(rank,)) for rank in (1, 2)]
+    for thread in peers:
+        thread.start()
+    command = [sys.executable, "-c", PEER, str(store.port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment()) as victim:
+        assert victim.stdout is not None
+        assert victim.stdout.readline() == "shared memory\n"
         assert not {name for name in files_in_memory() - before if "mmserve" in name}
         time.sleep(0.1)  # the others wait by now
         began = time.monotonic()
-        ranks[0].send_signal(signal.SIGKILL)
-        said = []
-        for rank in ranks[1:]:
-            assert rank.stdout is not None
-            said.append(rank.stdout.readline())
-        assert time.monotonic() - began < TIMEOUT / 4
-        assert any("rank 0's process has ended" in line for line in said)
-        assert all("an exchange between ranks broke: rank " in line for line in said)
+        victim.kill()
+        for thread in peers:
+            thread.join(TIMEOUT)
+    assert len(heard) == 2
+    assert max(when for _, when in heard) - began < TIMEOUT / 4
+    assert any("rank 0's process has ended" in said for said, _ in heard)
+    assert all("an exchange between ranks broke: rank " in said for said, _ in heard)
     assert not {name for name in files_in_memory() - before if "mmserve" in name}
 
 

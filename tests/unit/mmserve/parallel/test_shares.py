@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmserve.errors import UnsupportedModelError
-from mmserve.parallel.shares import balanced, level_widths, share_heads, share_packed, share_width, share_widths
+from mmserve.parallel.shares import balanced, share_heads, share_packed, share_width
 
 
 @pytest.mark.parametrize(("size", "parts"), [(8, 2), (101, 2), (7, 3), (2, 2)])
@@ -56,28 +56,3 @@ def test_heads_that_do_not_go_round_are_refused_with_what_does() -> None:
         share_heads(6, 2, 0, 3)
     with pytest.raises(UnsupportedModelError, match="can not be dealt to 8 ranks"):
         share_heads(4, 1, 0, 8)
-
-
-@pytest.mark.parametrize(
-    ("size", "loads", "weights", "expected"),
-    [
-        # SmolVLM-256M: 6 and 3 of 9 heads, an MLP of 1536; 1,695,744 and 1,843,200 weights, where halves gave a
-        # rank 1,916,928, and the rank with more heads reads more of the cache.
-        (1536, (589_824, 294_912), 3 * 576 * 1536, (640, 896)),
-        (128, (0, 0), 128, (64, 64)),
-        (47, (20, 10), 470, (23, 24)),  # no multiple of a grain: to the entry
-        (100, (30, 20, 10), 100, (23, 33, 44)),
-        (128, (1000, 10), 128, None),  # nothing the others could do about it
-    ],
-)
-def test_what_heads_leave_uneven_is_made_up_for(
-    size: int, loads: tuple[int, ...], weights: int, expected: tuple[int, ...] | None
-) -> None:
-    assert level_widths(size, loads, weights) == expected
-
-
-def test_shares_of_given_widths_are_the_whole() -> None:
-    whole = torch.arange(10 * 3).reshape(10, 3)
-    parts = [share_widths(-2, (3, 5, 2), rank).cut(whole) for rank in range(3)]
-    assert [len(part) for part in parts] == [3, 5, 2]
-    assert torch.equal(torch.cat(parts), whole)

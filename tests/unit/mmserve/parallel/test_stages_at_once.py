@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -56,10 +57,13 @@ class ThreadTeam:
             unsampled=unsampled,
             encodes=False,
         )
-        place = STAGES.place(1)
-        self.thread = threading.Thread(target=_run_steps, args=(self._theirs, later, place), daemon=True)
+        self.thread = threading.Thread(target=self._serve, args=(later,), daemon=True)
         self.thread.start()
         return ParallelRunner(runner, Crew([Member(1, self._ours, None)]), STAGES, WAIT)
+
+    def _serve(self, runner: ModelRunner) -> None:
+        with suppress(OSError, EOFError):  # the engine may be closed before a step that nobody waits for is answered
+            _run_steps(self._theirs, runner, STAGES.place(1))
 
 
 class Meeting(MockModel):

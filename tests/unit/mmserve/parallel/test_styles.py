@@ -236,33 +236,21 @@ def test_three_ranks_deal_eleven_rows() -> None:
             assert torch.allclose(found, whole(case.input), atol=1e-5)
 
 
-def test_an_mlp_beside_unequal_heads_is_dealt_so_that_ranks_hold_the_same() -> None:
-    """Three heads over two ranks: the first has two of them, and fewer columns of the MLP."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.self_attn, self.mlp = TinyAttention(3, 3), Mlp()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.mlp(self.self_attn(x))
-
-    plan = {f"self_attn.{name}_proj": "column" for name in "qkv"} | {"self_attn.o_proj": "row"}
-    plan |= {"mlp.up": "column", "mlp.down": "row"}
+def test_an_mlp_beside_unequal_heads_is_dealt_evenly() -> None:
+    """Three heads over two ranks: ranks meet between the two, so the MLP can not make up for the first one's heads."""
+    plan = {"layer.mlp.up": "column", "layer.mlp.down": "row"}
+    plan |= {f"layer.self_attn.{name}_proj": "column" for name in "qkv"} | {"layer.self_attn.o_proj": "row"}
     widths = []
     for rank in range(2):
         with torch.device("meta"):
-            layer = Layer()
-        shares = shard_model(layer, plan, Group(None, rank, 2))
-        assert layer.mlp.up.weight.shape[0] == layer.mlp.down.weight.shape[1] == shares["mlp.up.bias"].length
-        widths.append(layer.mlp.up.weight.shape[0])
-    # 96 weights a head, 12 a column of the MLP: what is heavier by a head can not be made up for by seven columns.
-    assert widths == [4, 3]
-    with torch.device("meta"):
-        layer = Layer()
-        layer.mlp.up, layer.mlp.down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
-    shard_model(layer, plan, Group(None, 0, 2))
-    assert layer.mlp.up.weight.shape[0] == 16  # 192 + 12 x 16 = 96 + 12 x 24
+            layer = nn.Module()
+            layer.self_attn, layer.mlp = TinyAttention(3, 3), Mlp()
+            layer.mlp.up, layer.mlp.down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+        shard_model(One(layer), plan, Group(None, rank, 2))
+        widths.append((layer.self_attn.q_proj.out_features, layer.mlp.up.out_features, layer.mlp.down.in_features))
+    (heads_0, *first), (heads_1, *second) = widths
+    assert heads_0 == 2 * heads_1
+    assert first == second == [20, 20]
 
 
 def test_a_rank_that_tries_its_part_alone_exchanges_nothing() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,8 @@ from fixtures.tiny_models.ranks import TIMEOUT, parallel_engine, workers
 from mmserve.errors import EngineDeadError, ModelNotFoundError, WorkerError
 from mmserve.parallel.layout import Layout
 from mmserve.parallel.workers.crew import Crew, Member, start_local
-from mmserve.parallel.workers.wire import Setup, decode, encode
+from mmserve.parallel.workers.meet import host_store, meet
+from mmserve.parallel.workers.wire import Hello, Lost, Setup, decode, encode, send
 from mmserve.types import SamplingParams
 
 PAIR = Layout(2, 1)
@@ -78,6 +82,44 @@ def test_a_worker_that_dies_before_it_is_up() -> None:
     crew.kill()
 
 
+def test_a_worker_that_dies_before_it_comes_to_meet_the_driver() -> None:
+    """The driver waits in the store for an address that nobody will ever put there."""
+    members = start_local(1)
+    crew = Crew(members)
+    crew.greet([setup("/nowhere")], TIMEOUT)  # its store is on a port where there is none: it goes no further
+    store = host_store("127.0.0.1", TIMEOUT)
+    assert members[0].process is not None
+    members[0].process.kill()
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker of rank 1 .* was ended by SIGKILL"):
+        crew.while_up(lambda: meet(store, "test", PAIR.place(0), torch.device("cpu"), "127.0.0.1", 10.0))
+    assert time.monotonic() - began < 8.0
+    crew.kill()
+
+
+def test_what_workers_say_while_the_driver_waits_for_something_else() -> None:
+    """Whoever is ready early is heard later; errors are the driver's own, and a worker's at once."""
+    ends = [socket.socketpair() for _ in range(2)]
+    (ours, theirs), (other, gone) = ([Connection(end.detach()) for end in pair] for pair in ends)
+    crew = Crew([Member(1, ours, None), Member(2, other, None)])
+    send(theirs, Hello(7, "here"))
+    assert crew.while_up(lambda: time.sleep(0.05) or "met") == "met"
+    with pytest.raises(ZeroDivisionError):
+        crew.while_up(lambda: 1 / 0)
+    send(gone, Hello(8, "there"))
+    assert sorted(hello.process_id for _, hello in crew.hear_all(TIMEOUT)) == [7, 8]
+    send(gone, Lost(ModelNotFoundError("no such model"), "trace"))
+    may_end = threading.Event()
+    with pytest.raises(ModelNotFoundError, match="no such model"):
+        crew.while_up(lambda: may_end.wait(TIMEOUT))
+    gone.close()
+    with pytest.raises(WorkerError, match="worker of rank 2 is gone: its connection broke"):
+        crew.while_up(lambda: may_end.wait(TIMEOUT))
+    may_end.set()
+    for connection in (ours, theirs, other):
+        connection.close()
+
+
 def test_two_engines_at_once_and_a_worker_killed_in_one(folder: Path, members: list[Member]) -> None:
     """Engines of one process do not meet; one that loses its worker says so, and the other goes on."""
     with (
@@ -111,8 +153,6 @@ def as_rank_1(member: Member) -> Member:
 
 
 def test_what_a_worker_fails_with_is_what_the_driver_hears(tmp_path: Path) -> None:
-    from mmserve.parallel.workers.meet import host_store
-
     members = start_local(1)
     crew = Crew(members)
     store = host_store("127.0.0.1", TIMEOUT)
