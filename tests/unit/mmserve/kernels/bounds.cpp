@@ -87,7 +87,7 @@ void linear(const Type& type) {
 }
 
 void dense(const Type& type) {
-  const int64_t rows = 1 + rng() % 150, n = pick({1, 3, 16, 47, 48, 60, 130}), k = pick({2, 10, 32, 34, 100});
+  const int64_t rows = 1 + rng() % 150, n = pick({1, 3, 16, 47, 48, 60, 130}), k = pick({2, 10, 32, 34, 100, 300});
   auto x = type.random(rows * k), weight = type.random(n * k), bias = type.random(n), residual = type.random(rows * n);
   auto y = type.empty(rows * n);
   Guarded packed(type.kernels->dense_bytes(rows, k));

@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 3, "
 def worth_it() -> None:
     """Needs the processor's own bf16 products."""
     module = native_module()
-    if module is None or not module.dense_pays(1024, 2):
+    if module is None or not module.encoder_pays(1024, 2):
         pytest.skip("dense products do not pay on this processor")
 
 
