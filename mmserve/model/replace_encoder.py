@@ -2,7 +2,7 @@
 
 As with decoder layers, a layer is taken by what it consists of, and then has to show that it is what it looks
 like: on random input in float32 the native layer must give what the layer's own forward gives. It is worth it
-where the library's products of bf16 are as fast as the processor can be, and only there.
+where the library's products of bf16 are about as fast as torch's, and only there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def replace_encoder_layers(modules: Iterable[nn.Module]) -> tuple[int, str | Non
     layers: list[Any] = [module for module in modules if {name for name, _ in module.named_children()} >= _PARTS]
     if not layers:
         return 0, "the tower has no layers of two norms, attention and an MLP"
-    if library is None or not library.dense_pays(_MANY, layers[0].layer_norm1.weight.element_size()):
+    if library is None or not library.encoder_pays(_MANY, layers[0].layer_norm1.weight.element_size()):
         return 0, "torch's own products are as fast here"
     tried: dict[object, str | None] = {}
     count, declined = 0, None

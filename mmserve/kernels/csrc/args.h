@@ -89,6 +89,12 @@ struct PackSizes {
   int64_t key_bytes, value_bytes;
 };
 
+// How a large product is cut into items: so many panels of rows by a band of weight rows.
+struct DenseBlock {
+  int64_t panels;
+  bool rows_stay;  // in a core's own cache, while bands of weight rows pass; else a band stays while rows pass
+};
+
 // One instruction set's kernels for one element type.
 struct Kernels {
   void (*linear)(const LinearArgs&, int64_t n_begin, int64_t n_end);
@@ -96,6 +102,7 @@ struct Kernels {
   int64_t (*dense_panels)(int64_t rows);
   int64_t (*dense_bytes)(int64_t rows, int64_t k);
   void (*dense_pack)(const DenseArgs&, int64_t panel);
+  DenseBlock (*dense_block)(int64_t k);
   int64_t (*dense_scratch)(int64_t k);
   void (*dense)(const DenseArgs&, int64_t panel_begin, int64_t panel_end, int64_t n_begin, int64_t n_end, void* scratch);
 
@@ -132,8 +139,9 @@ constexpr int64_t kFlashRows = 48;     // query rows of one flash_rows call
 constexpr int64_t kDecodeSplit = 256;  // keys of a split: fixed, so that a result does not depend on the batch
 constexpr int64_t kLinearRows = 16;    // the most rows that `linear` takes
 constexpr int64_t kDenseColumns = 48;  // outputs of `dense` whose sums lie in the first-level cache until they are turned
+constexpr int64_t kBandColumns = 96;   // a band of many rows is so many outputs or a multiple: whole tiles of every set
 constexpr int64_t kDenseRows = 64;     // the fewest rows for which `dense` without matrix units is better than torch
-constexpr int64_t kMatrixRows = 64;    // the most for which `dense` on matrix units is better than torch on them
+constexpr int64_t kMatrixRows = 128;   // the most for which `dense` on matrix units is better than torch on them
 constexpr int64_t kPackStep = 64;      // flash_pack ranges begin at multiples of this
 
 #if defined(MMSERVE_AMX)

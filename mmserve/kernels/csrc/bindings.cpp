@@ -36,6 +36,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("linear", &linear, Unlocked());
   m.def("dense", &dense, Unlocked());
   m.def("dense_pays", &dense_pays);
+  m.def("encoder_pays", &encoder_pays);
   m.def("attention_pays", &attention_pays);
   m.def("layer_norm", &layer_norm, Unlocked());
   m.def("rms_norm", &rms_norm, Unlocked());

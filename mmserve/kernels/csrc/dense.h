@@ -88,6 +88,8 @@ static void dense_finish(const DenseArgs& args, const float* sums, int64_t row0,
   }
 }
 
+static DenseBlock dense_block(int64_t) { return {4, false}; }
+
 static int64_t dense_scratch(int64_t) { return 0; }
 
 template <typename T, Activation kind>

@@ -106,6 +106,10 @@ bool dense_pays(int64_t rows, size_t element_size) {
   return rows >= kDenseRows && set->dense_bf16 && !matrix_units_usable();
 }
 
+bool encoder_pays(int64_t rows, size_t element_size) {
+  return dense_pays(rows, element_size) || linear_is_dense(element_size);
+}
+
 bool attention_pays(size_t element_size) {
   return element_size != 2 || linear_is_dense(element_size) || !matrix_units_usable();
 }

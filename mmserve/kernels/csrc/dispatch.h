@@ -19,9 +19,12 @@ const Kernels& kernels_for(size_t element_size);
 // What the processor could run but this library can not, in words; empty where there is nothing.
 std::string missing_instruction_set();
 
-// Whether `dense` of so many rows is better than torch's product here: on matrix units
-// for a few, where the processor has none for many. In float32 torch is as fast.
+// Whether `dense` of so many rows is better than torch's product here: on matrix units for some, where the processor
+// has none for many. In float32 torch is as fast.
 bool dense_pays(int64_t rows, size_t element_size);
+// Whether a tower's layer of so many rows is better as one call: what it saves between its products outweighs that
+// torch's are a little faster on matrix units.
+bool encoder_pays(int64_t rows, size_t element_size);
 // Whether attention of many queries is better than torch's: torch uses matrix units where there are any.
 bool attention_pays(size_t element_size);
 // Whether few rows too go through `dense`.

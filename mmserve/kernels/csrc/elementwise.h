@@ -29,9 +29,9 @@ LANES F f_exp2_coarse(F x) {
   return f_scale2(p, n);
 }
 
-// 1 / (1 + e^-x)
+// 1 / (1 + e^-x). Beyond 87 it is 1 either way, and e^-x a number so small that processors take their time over it.
 LANES F f_sigmoid(F x) {
-  const F e = f_exp2(f_mul(f_max(f_set(-88.0f), x), f_set(-kLog2e)));
+  const F e = f_exp2(f_mul(f_min(f_set(87.0f), f_max(f_set(-88.0f), x)), f_set(-kLog2e)));
   return f_div(f_set(1.0f), f_add(f_set(1.0f), e));
 }
 

@@ -37,6 +37,8 @@ namespace mmserve::amx {
 static InstructionSet with_matrix_units(InstructionSet set) {
   set.name = "amx";
   set.matrix_bf16 = true;
+  set.bf16.dense_panels = matrix_dense_panels;
+  set.bf16.dense_block = matrix_dense_block;
   set.bf16.dense_bytes = matrix_dense_bytes;
   set.bf16.dense_pack = matrix_dense_pack;
   set.bf16.dense_scratch = matrix_dense_scratch;

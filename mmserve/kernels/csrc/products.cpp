@@ -92,15 +92,17 @@ void run_dense(const Kernels& kernels, DenseArgs args, int64_t element_size) {
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) kernels.dense_pack(args, panel);
   });
-  // A band of weight rows stays in a core's own cache while panels of rows pass; a few panels an item, so that
-  // threads come out even. Items of one band follow each other.
-  constexpr int64_t kPanels = 4;
-  const int64_t band_bytes = args.rows <= kLinearRows ? 64 << 10 : 256 << 10;
-  const int64_t band = std::max<int64_t>(1, band_bytes / (args.k * element_size) / kDenseColumns) * kDenseColumns;
-  const int64_t runs = (panels + kPanels - 1) / kPanels, bands = (args.n + band - 1) / band;
+  // A few panels and a band of weight rows are an item, so that threads come out even; items that share what stays
+  // in a core's own cache follow each other.
+  const DenseBlock block = kernels.dense_block(args.k);
+  const bool few = args.rows <= kLinearRows;
+  const int64_t columns = few ? kDenseColumns : kBandColumns, band_bytes = few ? 64 << 10 : 256 << 10;
+  const int64_t band = std::max<int64_t>(1, band_bytes / (args.k * element_size) / columns) * columns;
+  const int64_t runs = (panels + block.panels - 1) / block.panels, bands = (args.n + band - 1) / band;
   for_each_item(bands * runs, [&](int64_t item, int64_t thread) {
-    const int64_t n = item / runs * band, first = item % runs * kPanels;
-    kernels.dense(args, first, std::min(panels, first + kPanels), n, std::min(args.n, n + band),
+    const int64_t n = (block.rows_stay ? item % bands : item / runs) * band;
+    const int64_t first = (block.rows_stay ? item / bands : item % runs) * block.panels;
+    kernels.dense(args, first, std::min(panels, first + block.panels), n, std::min(args.n, n + band),
                   memory + packed + thread * scratch);
   });
 }

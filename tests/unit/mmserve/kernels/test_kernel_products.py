@@ -52,6 +52,21 @@ def test_dense(library: KernelLibrary, rows: int, dtype: torch.dtype) -> None:
             assert_near(library.dense(x, weight, bias, residual, activation), expected, factor=3)
 
 
+@pytest.mark.parametrize(("rows", "k"), [(70, 300), (600, 700), (131, 2048), (300, 3072)])
+def test_sums_in_several_chunks_and_blocks(compiled: KernelLibrary, rows: int, k: int) -> None:
+    x, weight = normal(rows, k, dtype=torch.bfloat16, seed=1), normal(50, k, dtype=torch.bfloat16, seed=2) / k**0.5
+    together = compiled.dense(x, weight, None, None, "none")
+    assert_near(together, x.double() @ weight.double().T)
+    assert torch.equal(compiled.dense(x[5:9], weight, None, None, "none"), together[5:9])
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "quick_gelu"])
+def test_activations_of_large_values(compiled: KernelLibrary, activation: str) -> None:
+    x = torch.tensor([-300.0, -90, -60, 0, 60, 90, 300]).bfloat16()[:, None] * torch.eye(1, 2).bfloat16()
+    given = compiled.dense(x, torch.eye(2).bfloat16(), None, None, activation)[:, 0]
+    assert_near(given, ACTIVATED[activation](x[:, 0].double()))
+
+
 def test_dense_products_are_worth_it_for_bfloat16_alone(compiled: KernelLibrary) -> None:
     assert not compiled.dense_pays(1024, 4)
     before = compiled.active_instruction_set()

@@ -21,7 +21,7 @@ def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     module = native_module()
     if module is None:
         pytest.skip(f"no compiled kernels: {status().reason}")
-    monkeypatch.setattr(module, "dense_pays", lambda rows, element_size: element_size == 2)
+    monkeypatch.setattr(module, "encoder_pays", lambda rows, element_size: element_size == 2)
 
 
 def tower(kind: str = "siglip", dtype: torch.dtype = torch.bfloat16) -> Any:
