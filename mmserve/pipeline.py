@@ -21,6 +21,7 @@ from mmserve.engine.handle import check_request_id, drop_locals
 from mmserve.errors import DeadlineExceeded, InvalidRequestError, MMServeError, PipelineClosedError, RequestAborted
 from mmserve.lookahead import Lookahead, Prepared
 from mmserve.model.memory import give_back_after
+from mmserve.model.threads import end_idle_helpers
 from mmserve.requests import (
     Images,
     RequestLike,
@@ -427,6 +428,7 @@ class MMPipeline:
         began = time.monotonic()
         prompt = process_request(self._processor, request)
         give_back_after(prompt.new_bytes)
+        end_idle_helpers()  # beside those of the engine's thread they would keep both asleep
         handle = self._engine.submit(
             prompt,
             request.sampling,

@@ -41,6 +41,7 @@ from mmserve.engine.steps import LocalSteps, StepRunner, Team
 from mmserve.engine.ticket import Ticket
 from mmserve.errors import InvalidRequestError, PipelineClosedError
 from mmserve.model.interface import Model
+from mmserve.model.threads import end_idle_helpers
 from mmserve.types import SamplingParams
 from processors.types import ProcessedPrompt
 
@@ -108,6 +109,7 @@ class Engine:
         steps: StepRunner = (
             LocalSteps(self._runner) if team is None else team.run_with(self._runner, self.limits, self._unsampled)
         )
+        end_idle_helpers()  # this thread's, which loaded the model: steps run in another
         self._loop = EngineLoop(self._scheduler, steps, config.max_queue)
         # The loop knows nothing of this object: dropping it, or leaving the program, ends the thread too.
         self._finalizer = weakref.finalize(self, self._loop.close)
