@@ -21,7 +21,7 @@ from mmserve.kernels.library import native_module, status
 __all__ = ["SWITCH", "Agreement", "Say", "agree"]
 
 SWITCH = "MMSERVE_SHARED_MEMORY"
-"""A variable of the environment: "off" on any rank, and all talk through sockets alone; "on" is as if it were not there."""
+"""A variable of the environment: "off" on any rank, and all talk through sockets alone; "on" is as if it were unset."""
 
 Say = Callable[[str], list[str]]
 """Tells all ranks a few words; what each of them said."""
