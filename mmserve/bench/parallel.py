@@ -1,14 +1,17 @@
-"""What several ranks cost and give: bytes sent, host time of a step's exchange, and prefill against one process.
+"""What several ranks cost and give: bytes sent, host time of a step's exchange, prefill and towers against one process.
 
-Prefill: `ranks` ranks of one thread each against one process of `ranks` threads, on the same prompts of text. The
-sides take turns, each in a process of its own that waits while the other runs, and the best turn of each counts.
+`ranks` ranks of one thread each against one process of `ranks` threads, and of one. Prefill: prompts of text, one after
+the other, so that each is a step by itself. Encoding: new pictures in one prompt, each in one tile where the processor
+can be told so; the clock runs in the tower alone. Sides take turns, each in a process of its own that waits while
+others run; medians are compared.
 
-    python -m mmserve.bench.parallel FOLDER DTYPE RANKS TEXT_TOKENS AT_ONCE      one side, started by `run`
+    python -m mmserve.bench.parallel FOLDER DTYPE RANKS TEXT_TOKENS      one side, started by `run`
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -17,6 +20,8 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mmserve.bench.report import json_line, machine, table
 from mmserve.errors import MMServeError
@@ -27,6 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Workload", "render", "run"]
 
+_ONE_TOKEN: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "min_tokens": 1, "ignore_eos": True}
+_PICTURE = (512, 512)
+_PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -34,15 +43,18 @@ class Workload:
 
     Attributes:
         ranks: That share the model; one process with as many threads is the other side.
-        text_tokens: Of a prompt, about. at_once: Prompts handed in together. repeats: Turns of each side.
+        text_tokens: Of a prompt, about. prompts: Of a turn. repeats: Turns of each side.
+        pictures: Of a turn of encoding. encodings: Turns of each side.
         sequences: Decoding in the exchanged steps. steps: Of them.
         counted_tokens: Of the prompt whose bytes are counted.
     """
 
     ranks: int = 2
     text_tokens: int = 1000
-    at_once: int = 2
+    prompts: int = 2
     repeats: int = 5
+    pictures: int = 8
+    encodings: int = 3
     sequences: int = 32
     steps: int = 200
     counted_tokens: int = 128
@@ -64,8 +76,8 @@ def run(
 
     Returns:
         {"machine", "model", "dtype", "workload", "exchange" (see `mmserve.bench.exchange`), "traffic": [one a layout,
-        see `mmserve.bench.traffic`], "prefill": {"one_process", "ranks": tokens a second, "ratio": the latter over the
-        former}}
+        see `mmserve.bench.traffic`], "prefill": tokens a second, and "encoding": pictures a second, of "ranks",
+        "one_process" and "one_thread", with "ratio" of the first to the second, and "over_one_thread" to the third}
     """
     from mmserve.bench.exchange import run as exchange
     from mmserve.bench.traffic import count_traffic
@@ -85,14 +97,14 @@ def run(
         "workload": asdict(work),
         "exchange": exchanged,
         "traffic": traffic,
-        "prefill": _prefill(model, dtype, work, say),
+        **_take_turns(model, dtype, work, say),
     }
 
 
 def render(result: dict[str, Any]) -> str:
     """The result as tables and one JSON line."""
-    exchanged, prefill, work = result["exchange"], result["prefill"], result["workload"]
-    rows = [
+    exchanged, work = result["exchange"], result["workload"]
+    rows: list[tuple[str, ...]] = [
         (
             f"tensor {entry['tensor_parallel']} x pipeline {entry['pipeline_parallel']}",
             *(f"{entry[name]:,.0f}" for name in ("bytes_per_token", "bytes_per_token_on_paper")),
@@ -107,50 +119,68 @@ def render(result: dict[str, Any]) -> str:
             (f"exchange of a step, {exchanged['num_seqs']} sequences, median", f"{exchanged['median_ms']:.2f} ms"),
             ("the same, processor time of the driver", f"{exchanged['driver_cpu_ms']:.2f} ms"),
             ("the same, 90 % are below", f"{exchanged['p90_ms']:.2f} ms"),
-            (f"prefill, one process, {work['ranks']} threads", f"{prefill['one_process']:,.0f} tokens/s"),
-            (f"prefill, {work['ranks']} ranks, one thread each", f"{prefill['ranks']:,.0f} tokens/s"),
-            ("ranks over one process", f"{prefill['ratio']:.0%}"),
         ],
     )
-    return f"{sent}\n\n{figures}\n{json_line(result)}"
+    rows = [
+        (
+            name,
+            *(f"{found[side]:,.{digits}f}" for side in ("ranks", "one_process", "one_thread")),
+            f"{found['ratio']:.0%}",
+            f"{found['over_one_thread']:.2f}x",
+        )
+        for name, found, digits in (
+            ("prefill, tokens/s", result["prefill"], 0),
+            ("encoding, pictures/s", result["encoding"], 2),
+        )
+    ]
+    count = work["ranks"]
+    sides = table(
+        ("", f"{count} ranks", f"1 process, {count} threads", "1 thread", "over process", "over thread"), rows
+    )
+    return f"{sent}\n\n{figures}\n\n{sides}\n{json_line(result)}"
 
 
-def _prefill(model: Path, dtype: str, work: Workload, say: Callable[[str], None]) -> dict[str, Any]:
-    sides = {"one_process": 1, "ranks": work.ranks}
-    best: dict[str, float] = {}
+def _take_turns(model: Path, dtype: str, work: Workload, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
+    """What `run` gives of prefill and encoding."""
+    sides = {"ranks": (work.ranks, 1), "one_process": (1, work.ranks), "one_thread": (1, 1)}
     started: dict[str, _Side] = {}
+    found = {}
     try:
-        for name, ranks in sides.items():
-            started[name] = _Side(model, dtype, work, ranks)
-        for _ in range(work.repeats):
-            for name, side in started.items():
-                best[name] = max(side.turn(), best.get(name, 0.0))
+        for name, (ranks, threads) in sides.items():
+            started[name] = _Side(model, dtype, work, ranks, threads)
+        for what, amount, repeats in (
+            ("prefill", work.prompts, work.repeats),
+            ("encoding", work.pictures, work.encodings),
+        ):
+            turns: dict[str, list[float]] = {name: [] for name in sides}
+            for _ in range(repeats):
+                for name, side in started.items():
+                    turns[name].append(side.turn(what, amount))
+            rates = {name: statistics.median(rate) for name, rate in turns.items()}
+            ratios = {"ratio": rates["ranks"] / rates["one_process"]}
+            ratios["over_one_thread"] = rates["ranks"] / rates["one_thread"]
+            found[what] = {**rates, **ratios}
+            say(f"{what}: {work.ranks} ranks at {ratios['ratio']:.0%} of one process of {work.ranks} threads")
     finally:
         for side in started.values():
             side.close()
-    say(
-        f"prefill, tokens a second: {best['ranks']:,.0f} over {work.ranks} ranks, "
-        f"{best['one_process']:,.0f} in one process"
-    )
-    return {**best, "ratio": best["ranks"] / best["one_process"]}
+    return found
 
 
 class _Side:
-    """A process with a pipeline over `ranks` ranks, that works when it is told to."""
+    """A process with a pipeline over `ranks` ranks of `threads` threads, that works when it is told to."""
 
-    def __init__(self, model: Path, dtype: str, work: Workload, ranks: int) -> None:
-        threads = {"OMP_NUM_THREADS": str(work.ranks // ranks)}
-        numbers = (ranks, work.text_tokens, work.at_once)
+    def __init__(self, model: Path, dtype: str, work: Workload, ranks: int, threads: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mmserve.bench.parallel", str(model), dtype, *map(str, numbers)],
-            env={**child_environment(), **threads},
+            [sys.executable, "-m", "mmserve.bench.parallel", str(model), dtype, str(ranks), str(work.text_tokens)],
+            env={**child_environment(), "OMP_NUM_THREADS": str(threads)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
-    def turn(self) -> float:
-        """Tokens a second.
+    def turn(self, what: str, amount: int) -> float:
+        """Tokens a second of "prefill" of `amount` prompts, or pictures a second of "encoding" of as many.
 
         Raises:
             MMServeError: The process has ended; what it said is on the standard error.
@@ -158,7 +188,7 @@ class _Side:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write("go\n")
+            self._process.stdin.write(f"{what} {amount}\n")
             self._process.stdin.flush()
             said = self._process.stdout.readline()
         except OSError:
@@ -177,27 +207,51 @@ class _Side:
 def _main(arguments: Sequence[str]) -> int:
     from mmserve.pipeline import MMPipeline
 
-    folder, dtype = arguments[:2]
-    ranks, text_tokens, at_once = map(int, arguments[2:])
-    prompts = [
-        " ".join("abcdefghijklmnopqrstuvwxyz"[(j + 7 * i) % 26] for i in range(text_tokens // 2))
-        for j in range(at_once)
-    ]
+    folder, dtype = Path(arguments[0]), arguments[1]
+    ranks, text_tokens = map(int, arguments[2:])
     options: dict[str, Any] = {"enable_prefix_caching": False, "progress": "off", "tensor_parallel": ranks}
-    with closing(MMPipeline(folder, dtype=dtype, device="cpu", **options)) as pipe:
-        _turn(pipe, prompts)  # whatever is done once, before the clock starts
-        for _ in sys.stdin:
-            print(_turn(pipe, prompts), flush=True)  # noqa: T201
+    with closing(MMPipeline(str(folder), dtype=dtype, device="cpu", **options)) as pipe:
+        kinds: dict[str, Callable[[int], float]] = {
+            "prefill": lambda amount: _prefill(pipe, amount, text_tokens),
+            "encoding": _encoder(pipe, folder),
+        }
+        for run_once in kinds.values():  # whatever is done once, before the clock starts
+            run_once(1)
+        for line in sys.stdin:
+            what, amount = line.split()
+            print(kinds[what](int(amount)), flush=True)  # noqa: T201
     return 0
 
 
-def _turn(pipe: MMPipeline, prompts: Sequence[str]) -> float:
-    """Tokens a second: of prompts handed in together, a token each."""
-    sampling = {"temperature": 0.0, "max_tokens": 1, "min_tokens": 1, "ignore_eos": True}
-    began = time.perf_counter()
-    outputs = pipe.generate_batch([{"prompt": prompt, "sampling": sampling} for prompt in prompts])
-    spent = time.perf_counter() - began
-    return float(sum(output.usage.prompt_tokens for output in outputs) / spent)  # type: ignore[union-attr,misc]
+def _prefill(pipe: MMPipeline, prompts: int, text_tokens: int) -> float:
+    """Tokens a second: of prompts one after the other, a token each."""
+    tokens, seconds = 0, 0.0
+    for j in range(prompts):
+        prompt = " ".join("abcdefghijklmnopqrstuvwxyz"[(j + 7 * i) % 26] for i in range(text_tokens // 2))
+        began = time.perf_counter()
+        output = pipe.generate(None, prompt, **_ONE_TOKEN)
+        seconds += time.perf_counter() - began
+        tokens += output.usage.prompt_tokens
+    return tokens / seconds
+
+
+def _encoder(pipe: MMPipeline, folder: Path) -> Callable[[int], float]:
+    """Pictures a second, of so many new ones in one prompt, in the tower alone."""
+    random = np.random.default_rng(0)
+    options = {"do_image_splitting": False} if _can_split(folder) else {}
+
+    def encode(pictures: int) -> float:
+        new = [random.integers(0, 256, (*_PICTURE, 3), dtype=np.uint8) for _ in range(pictures)]
+        output = pipe.generate(new, "What is shown?", processor_options=options, **_ONE_TOKEN)
+        return pictures / output.metrics.encode
+
+    return encode
+
+
+def _can_split(folder: Path) -> bool:
+    """Whether the model's processor cuts a picture into tiles, unless it is told not to."""
+    configs = [path for path in map(folder.joinpath, _PROCESSOR_CONFIGS) if path.is_file()]
+    return any('"do_image_splitting"' in path.read_text(encoding="utf-8") for path in configs)
 
 
 if __name__ == "__main__":

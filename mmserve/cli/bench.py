@@ -137,9 +137,7 @@ def memory(model: Path | None, shape: str, dtype: str, requests: int, tokens: in
 @click.option("--ranks", type=click.IntRange(2), default=2, show_default=True, help="And threads of the other side.")
 @click.option("--sequences", type=click.IntRange(1), default=32, show_default=True, help="Of an exchanged step.")
 @click.option("--text-tokens", type=click.IntRange(2), default=1000, show_default=True, help="Of a prompt, about.")
-@click.option(
-    "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Turns of a side; the best counts."
-)
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Turns of a side in prefill.")
 def parallel(
     model: Path | None, shape: str, dtype: str, ranks: int, sequences: int, text_tokens: int, repeats: int
 ) -> None:

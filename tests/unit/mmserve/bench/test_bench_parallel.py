@@ -19,23 +19,23 @@ from mmserve.demo import demo_model_folder
 class Side:
     """Stands for a process that works when it is told to: each is an import of everything."""
 
-    def __init__(self, model: Path, dtype: str, work: Workload, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, model: Path, dtype: str, work: Workload, ranks: int, threads: int) -> None:
+        self.rate = 100.0 * ranks + 20.0 * (threads - 1)
 
-    def turn(self) -> float:
-        return 100.0 * self.ranks
+    def turn(self, what: str, amount: int) -> float:
+        return self.rate * amount
 
     def close(self) -> None:
         pass
 
 
-def test_a_side_answers_each_turn_with_its_tokens_a_second(
+def test_a_side_answers_each_turn_with_its_tokens_or_pictures_a_second(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("go\ngo\n"))
-    assert parallel._main([str(demo_model_folder()), "float32", "1", "20", "1"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("prefill 1\nencoding 2\nprefill 2\n"))
+    assert parallel._main([str(demo_model_folder()), "float32", "1", "20"]) == 0
     turns = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(turns) == 2
+    assert len(turns) == 3
     assert min(turns) > 0
 
 
@@ -46,7 +46,7 @@ def test_it_ends_in_one_line_and_bytes_are_those_on_paper(monkeypatch: pytest.Mo
     done = CliRunner().invoke(main, [*arguments, *small], catch_exceptions=False)
     assert done.exit_code == 0
     result = json.loads(done.stdout.splitlines()[-1])
-    assert set(result) == {"machine", "model", "dtype", "workload", "exchange", "traffic", "prefill"}
+    assert set(result) == {"machine", "model", "dtype", "workload", "exchange", "traffic", "prefill", "encoding"}
     exchanged = result["exchange"]
     assert (exchanged["num_seqs"], exchanged["steps"]) == (2, 200)
     assert 0 < exchanged["send_ms"] <= exchanged["median_ms"] <= exchanged["p90_ms"]
@@ -54,5 +54,9 @@ def test_it_ends_in_one_line_and_bytes_are_those_on_paper(monkeypatch: pytest.Mo
         assert (entry["tensor_parallel"], entry["pipeline_parallel"]) == layout
         assert entry["bytes_per_token"] == entry["bytes_per_token_on_paper"] > 0
         assert entry["bytes_per_answer"] == entry["bytes_per_answer_on_paper"]
-    prefill = result["prefill"]
-    assert prefill == {"one_process": 100.0, "ranks": 200.0, "ratio": 2.0}
+    prefill, encoding = result["prefill"], result["encoding"]
+    assert prefill == {
+        "ranks": 400.0, "one_process": 240.0, "one_thread": 200.0, "ratio": 400 / 240, "over_one_thread": 2.0
+    }  # fmt: skip
+    assert encoding["ranks"] == 8 * 200.0
+    assert "encoding, pictures/s" in done.stdout
