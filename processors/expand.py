@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from processors.errors import OptionError, ProcessorError, UnsupportedProcessorError, shorten
 from processors.families import Family
+from processors.types import stored_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,7 @@ class Expansion:
 
     def nbytes(self) -> int:
         """Bytes of memory that the tensors take."""
-        return sum(t.untyped_storage().nbytes() for t in self.tensors.values())
+        return stored_bytes(self.tensors)
 
     def equals(self, other: Expansion) -> bool:
         """Whether text and tensors are the same, to the bit."""

@@ -83,7 +83,12 @@ class ImageItem:
 
     def nbytes(self) -> int:
         """Bytes of memory that the tensors take."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+        return stored_bytes(self.tensors)
+
+
+def stored_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of memory that tensors take: those of a view of one value throughout are that value's."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
 
 
 @dataclass(frozen=True, slots=True)

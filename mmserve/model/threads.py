@@ -8,8 +8,9 @@ is some hundred operations of a tenth of a millisecond, so that waking took a th
 
 from __future__ import annotations
 
-import ctypes
 from typing import Final
+
+from processors.one_thread import openmp_function
 
 __all__ = ["end_idle_helpers"]
 
@@ -22,8 +23,6 @@ def end_idle_helpers() -> None:
 
     Without OpenMP, or with one before 5.0, nothing happens.
     """
-    try:
-        pause = ctypes.CDLL(None).omp_pause_resource_all
-    except (OSError, AttributeError, TypeError):
-        return
-    pause(_SOFT)
+    pause = openmp_function("omp_pause_resource_all")
+    if pause is not None:
+        pause(_SOFT)
